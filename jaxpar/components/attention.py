@@ -1,6 +1,7 @@
 """Softmax attention with grouped queries."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -123,8 +124,38 @@ class Attention(Mixer):
         yield from super().rules(model, parallel)
         H, G = self.num_heads, self.num_kv_heads
         rule = f"must be divisible by num_kv_heads = {G}"
-        yield DimRule("num_heads", H % G == 0, rule, (("num_heads", -(-H // G) * G),))
+        fixes = (("num_heads", -(-H // G) * G), ("num_kv_heads", math.gcd(H, G)))
+        yield DimRule("num_heads", H % G == 0, rule, fixes)
         yield from over_sequence(H, parallel)
+        yield from one_limit(self.window, self.chunk)
+        yield from self._of_scores()
+        if self.rope:
+            yield from self._of_rope(self.rope)
+
+    def _of_scores(self) -> Iterator[DimRule]:
+        ok = self.scale is None or self.scale_dim is None
+        rule = f"replaces the factor of scores that scale_dim = {self.scale_dim} gives"
+        yield DimRule("scale", ok, rule, (("scale", None), ("scale_dim", None)))
+        norm = self.qk_norm or QkNorm()
+        rule = "needs a gain: heads that are normalized together have one each"
+        fixes = (("qk_norm.over", "head"), ("qk_norm.gain", True))
+        yield DimRule("qk_norm.over", norm.gain or norm.over == "head", rule, fixes)
+        ok = self.growth is None or self.rope is None
+        rule = "is for layers without a rotary embedding, but rope is set"
+        yield DimRule("growth", ok, rule, (("growth", None), ("rope", None)))
+
+    def _of_rope(self, rope: Rope) -> Iterator[DimRule]:
+        K, turned = self.head_dim, self.rotary_dims
+        rule = "must be even, since RoPE rotates pairs of elements"
+        yield DimRule("head_dim", K % 2 == 0, rule, (("head_dim", K + 1),))
+        rule = f"rotates {turned} of head_dim = {K} dims, which must be even and at least 2"
+        ok = K % 2 == 1 or (turned >= 2 and turned % 2 == 0)
+        yield DimRule("rope.fraction", ok, rule, (("rope.fraction", 1.0),))
+        for one in rope.rules(turned):
+            yield one.below("rope")
+        field, rule = "rope.scaling.mscale_all_dim", "needs latent attention"
+        ok = rope.scaling is None or rope.scaling.mscale_all_dim == 0
+        yield DimRule(field, ok, rule, ((field, 0.0),))
 
     def shrunk(self, sizes: SmallSizes) -> Self:
         # A multiple of 8, of which all published fractions are even.
@@ -187,6 +218,13 @@ def over_sequence(num_heads: int, parallel: Any) -> Iterator[DimRule]:
         rule = f"must be divisible by parallel.tensor * parallel.sequence = {ways}, for ulysses"
         more = -(-num_heads // ways) * ways
         yield DimRule("num_heads", num_heads % ways == 0, rule, (("num_heads", more),))
+
+
+def one_limit(window: int | None, chunk: int | None) -> Iterator[DimRule]:
+    """Yield the rule that queries attend within a window or within chunks."""
+    rule = f"replaces a sliding window, but window is {window}"
+    ok = window is None or chunk is None
+    yield DimRule("chunk", ok, rule, (("chunk", None), ("window", None)))
 
 
 def num_pairs(length: int, window: int | None, chunk: int | None) -> float:

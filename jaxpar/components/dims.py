@@ -36,8 +36,8 @@ class DimRule(NamedTuple):
     ok: bool
     rule: str
     """The condition, in words: "must be divisible by ..."."""
-    fixes: tuple[tuple[str, int], ...] = ()
-    """Alternatives: values for this field, or for one of `parallel`."""
+    fixes: tuple[tuple[str, Any], ...] = ()
+    """Alternatives: values for this field, or for another one, of `parallel` too."""
 
     def below(self, address: str) -> "DimRule":
         """Return the rule with the address of what has its fields before their names."""

@@ -89,10 +89,22 @@ class Experts(FeedForward):
         rule = f"must be divisible by router.groups = {groups}"
         whole = -(-E // groups) * groups
         yield DimRule("num_experts", E % groups == 0, rule, (("num_experts", whole),))
+        rule = f"must be at most router.groups = {groups}"
+        per_token = "router.groups_per_token"
+        yield DimRule(per_token, most <= groups, rule, ((per_token, groups),))
         to_choose = E // groups * most
         rule = f"must be at most {to_choose}, the experts to choose from"
         ok = self.experts_per_token <= to_choose
         yield DimRule("experts_per_token", ok, rule, (("experts_per_token", to_choose),))
+        k = self.experts_per_token
+        rule = f"needs experts_per_token 1, not {k}: a token is sent once, with one weight"
+        fixes = (("router.scales_input", False), ("experts_per_token", 1))
+        yield DimRule("router.scales_input", k == 1 or not self.router.scales_input, rule, fixes)
+        gate, shared = "shared_expert_gate", "num_shared_experts"
+        ok = self.num_shared_experts > 0 or not self.shared_expert_gate
+        yield DimRule(gate, ok, f"needs {shared}, which is 0", ((gate, False), (shared, 1)))
+        for one in self.expert.of_activation():
+            yield one.below("expert")
 
     def shrunk(self, sizes: SmallSizes) -> Self:
         groups, unit = self.router.groups, sizes.ways["experts"]

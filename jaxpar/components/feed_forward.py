@@ -3,10 +3,12 @@
 Source:   Shazeer 2020 (2002.05202), equation 5; Vaswani et al. 2017 (1706.03762), section 3.3.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from jaxpar.components.component import Component, FeedForward, NormForm
+from jaxpar.components.dims import DimRule
 from jaxpar.components.model import Model
 from jaxpar.components.ranges import Positive, Range
 from jaxpar.components.weight import Weight, matrix, vector
@@ -35,6 +37,8 @@ class Glu(FeedForward):
     uses_products: ClassVar[bool] = True
     into: ClassVar[tuple[str, ...]] = ("gate", "up")
     """The projections of the input."""
+    activations: ClassVar[tuple[str, ...]] = ("silu", "gelu")
+    """Names of activations that it may have."""
 
     def weights(self, model: Model) -> dict[str, Weight]:
         D, F, axes, late = model.d_model, self.d_ff, ("embed", "mlp"), {"converts_late": True}
@@ -47,6 +51,18 @@ class Glu(FeedForward):
             found |= {f"b_{n}": vector((F,), ("mlp",)) for n in self.into}
             found["b_down"] = vector((D,), ("norm",))
         return found
+
+    def rules(self, model: Model, parallel: Any) -> Iterator[DimRule]:
+        yield from super().rules(model, parallel)
+        yield from self.of_activation()
+
+    def of_activation(self) -> Iterator[DimRule]:
+        """Yield the rule of the activation."""
+        ok = self.activation in self.activations or (
+            isinstance(self.activation, ClampedSwiglu) and "gate" in self.into
+        )
+        rule = f"must be one of {', '.join(self.activations)} in {type(self).__name__}"
+        yield DimRule("activation", ok, rule, (("activation", "gelu"),))
 
     # ---------------------------------------------------------------------------------- costs
 
@@ -65,3 +81,4 @@ class Mlp(Glu):
     """act(h W_up) W_down, of two matrices (GPT-3, Nemotron 3)."""
 
     into: ClassVar[tuple[str, ...]] = ("up",)
+    activations: ClassVar[tuple[str, ...]] = ("silu", "gelu", "gelu_exact", "relu_squared")

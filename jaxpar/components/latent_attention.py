@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Self
 
-from jaxpar.components.attention import num_pairs, over_sequence
+from jaxpar.components.attention import num_pairs, one_limit, over_sequence
 from jaxpar.components.component import Mixer, NormForm
 from jaxpar.components.costs import Heads, Widths
 from jaxpar.components.dims import DimRule, SmallSizes, smaller
@@ -95,6 +95,22 @@ class LatentAttention(Mixer):
     def rules(self, model: Model, parallel: Any) -> Iterator[DimRule]:
         yield from super().rules(model, parallel)
         yield from over_sequence(self.num_heads, parallel)
+        yield from one_limit(self.window, self.chunk)
+        K, turned, V = self.head_dim, self.qk_rope_head_dim, self.v_head_dim
+        rule = "must be even, since RoPE rotates pairs of elements"
+        even = (("qk_rope_head_dim", turned + 1),)
+        yield DimRule("qk_rope_head_dim", turned % 2 == 0, rule, even)
+        rule = f"must be at most qk_nope_head_dim + qk_rope_head_dim = {K}"
+        yield DimRule("v_head_dim", V <= K, rule, (("v_head_dim", K),))
+        if self.rope is None:
+            return
+        for one in self.rope.rules(turned):
+            yield one.below("rope")
+        field, rule = "rope.fraction", "must be 1: qk_rope_head_dim says which dims are rotated"
+        yield DimRule(field, self.rope.fraction == 1, rule, ((field, 1.0),))
+        field, rule = "rope.scaling.query_beta", "must be 0: mscale_all_dim scales the scores"
+        ok = self.rope.scaling is None or self.rope.scaling.query_beta == 0
+        yield DimRule(field, ok, rule, ((field, 0.0),))
 
     def shrunk(self, sizes: SmallSizes) -> Self:
         small = smaller(self, sizes)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from jaxpar.components.component import Component, FeedForward, Mixer, NormForm
-from jaxpar.components.dims import DimRule, SmallSizes, division, ways_of
+from jaxpar.components.dims import DimRule, SmallSizes
 from jaxpar.components.weight import Init, Weight, vector
 
 
@@ -100,6 +100,18 @@ class Layer:
             if term := getattr(self, role):
                 for rule in term.rules(model, parallel):
                     yield rule.below(f"{self.name}.{role}")
+        for rule in self._of_branches():
+            yield rule.below(self.name)
+        ok = self.norms == "before" or model.norm.kind == "rms"
+        fixes = ((f"{self.name}.norms", "before"), ("norm", "rms"))
+        yield DimRule(f"{self.name}.norms", ok, "must be before with norm = layer", fixes)
+
+    def _of_branches(self) -> Iterator[DimRule]:
+        ok = self.parallel != "one_norm" or self.norms != "after"
+        fixes = (("parallel", "own_norms"), ("norms", "before"))
+        yield DimRule("parallel", ok, "needs a norm before the branches, not norms = after", fixes)
+        ok = not self.scaled or self.feed_forward is not None
+        yield DimRule("scaled", ok, "needs a feed-forward, which is None", (("scaled", False),))
 
     def shrunk(self, sizes: SmallSizes) -> "Layer":
         """Return a small layer of the same kind, whose dims all meshes divide."""
@@ -167,14 +179,10 @@ class Model:
         object.__setattr__(self, "layers", tuple(self.layers))
 
     def rules(self, parallel: Any) -> Iterator[DimRule]:
-        """Yield the conditions of all fields on a mesh: the model's, and those of its components.
+        """Yield the conditions of the fields of its layers on a mesh.
 
         Args:     parallel: the section of a config, resolved.
         """
-        axes = {"d_model": "embed", "vocab_size": "vocab", "max_positions": "vocab"}
-        for field, axis in axes.items():
-            if (size := getattr(self, field)) and ways_of(axis, parallel) > 1:
-                yield division(field, size, size, axis, parallel)
         for layer in self.distinct:
             yield from layer.rules(self, parallel)
 

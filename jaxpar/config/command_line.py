@@ -27,7 +27,7 @@ from jaxpar.config.numerals import number, whole_number
 from jaxpar.config.resolve import fill_batch, fill_steps
 from jaxpar.config.rules.numbers import numbers
 from jaxpar.config.rules.paths import is_address, with_paths, with_store
-from jaxpar.config.rules.type_check import check_types
+from jaxpar.config.rules.type_check import check_types, plain
 from jaxpar.config.serialize import to_json
 from jaxpar.config.validate import check
 
@@ -298,9 +298,10 @@ def read_value(text: str, hint: Any) -> Any:
 
 def members(hint: Any) -> Iterator[Any]:
     """Yield the members of a union or a Literal, of all levels."""
+    hint = plain(hint)
     parts = typing.get_args(hint)
     for part in parts:
-        yield from members(part) if typing.get_args(part) else [part]
+        yield from members(part) if typing.get_args(plain(part)) else [part]
     if not parts:
         yield hint
 

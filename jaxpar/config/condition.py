@@ -8,7 +8,7 @@ from typing import Any
 from jaxpar.components.model import Layer
 from jaxpar.config import Config, default_of, flag, value_of
 from jaxpar.config.layout.composition import model_of
-from jaxpar.config.values import FIELDS
+from jaxpar.config.values import FIELDS, OR_NAMES
 
 #: A field that has its default.
 _DEFAULT: Any = object()
@@ -35,7 +35,7 @@ class Condition:
 def where(label: str, path: str, holds: Callable[[Any], Any], better: Any = _DEFAULT) -> Condition:
     """A field has a value of some kind. Args:     better: of the fix, in place of the default."""
     default = default_of(path) if better is _DEFAULT else better
-    in_python = path in FIELDS and not isinstance(default, str)
+    in_python = path in FIELDS and path not in OR_NAMES  # values are set in Python alone
     fixes = () if in_python else (flag(path, default),)
     return Condition(
         label,

@@ -18,6 +18,7 @@ from jaxpar.config.fields import field_types, leaf_paths, meanings, section_of
 from jaxpar.config.layers import BESIDE, FIELD, all_paths, type_at
 from jaxpar.config.option_fields import Declared, Forms, config_field, declared, only_fields
 from jaxpar.config.rules.paths import is_address
+from jaxpar.config.rules.type_check import plain
 from jaxpar.config.values import Value
 
 #: The topic that shows every field.
@@ -204,7 +205,8 @@ def _of_layers(cfg: Config) -> Iterator[str]:
                 texts |= meanings(cls) if dataclasses.is_dataclass(cls) else {}
             text = f"{texts.get(name, '')} (default: {getattr(value, name)})".strip()
             hint = type_at(layers, path)
-            metavar = "(in Python)" if section_of(hint) is not None else _metavar(hint)
+            metavar = _metavar(hint)
+            metavar = "(in Python)" if metavar == "None" else metavar
             rows.append((f"{flag(path)} {metavar}", text))
         number = sum(one == layer for one in layers)
         yield _listed(f"{layer.name}: {number} of {len(layers)} layers", rows)
@@ -220,11 +222,11 @@ def _metavar(hint: Any) -> str:
     """Return a field's type: INT, INT|None, {scan,unroll}; None for an optional section."""
     if typing.get_origin(hint) is typing.Literal:
         return "{" + ",".join(map(str, typing.get_args(hint))) + "}"
-    if section_of(hint) is not None:
-        return "None"
-    options = typing.get_args(hint) or (hint,)
+    options = [plain(one) for one in typing.get_args(hint)] or [hint]
     if typing.get_origin(options[0]) is typing.Literal:
         return _metavar(options[0])
+    if section_of(hint) is not None:
+        return "None"
     if Value in options or Layer in options:
         return "(in Python)"
     return "|".join("None" if one is NoneType else one.__name__.upper() for one in options)

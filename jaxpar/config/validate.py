@@ -19,7 +19,12 @@ from jaxpar.config.resolve import (
     fill_microbatches,
     fill_steps,
 )
-from jaxpar.config.rules.composed import components_divide, composed
+from jaxpar.config.rules.composed import (
+    composed,
+    float8_of_components,
+    of_components,
+    recurrences,
+)
 from jaxpar.config.rules.data import data, schedules, sizes_of_steps
 from jaxpar.config.rules.divisibility import divisibility
 from jaxpar.config.rules.experts import experts
@@ -48,6 +53,7 @@ from jaxpar.config.rules.model import (
     float8_matmuls,
     layer_kinds,
     model,
+    of_stream,
     vocabulary,
 )
 from jaxpar.config.rules.mup import mup
@@ -86,10 +92,12 @@ _BASIC = (
     activation,
     block,
     factors,
+    of_stream,
     float8_matmuls,
     attention,
     composed,
     layer_pattern,
+    recurrences,
     layers,
 )
 _RULES: tuple[Rule, ...] = (
@@ -98,7 +106,10 @@ _RULES: tuple[Rule, ...] = (
     *(experts, layer_kinds, lora, mup, multi_token_prediction),
     *(evaluation, best, dpo, distillation, of_features, diloco, own_values),
 )
-_OF_MESH = (components_divide, divisibility, blocks_of_moments, enough_microbatches)
+#: Rules about the flags that describe layers. A composed model's components have rules instead.
+_OF_FLAGS = (latent_attention, rope, model, activation, block, factors, layer_kinds, layer_pattern)
+_OF_COMPONENTS = (of_components, float8_of_components)
+_OF_MESH = (*_OF_COMPONENTS, divisibility, blocks_of_moments, enough_microbatches)
 
 
 def resolve(cfg: Config, num_devices: int, *, explain: bool = True) -> Config:
@@ -143,6 +154,7 @@ def _checked(cfg: Config, _: int) -> Config:
     cfg = fill_batch(cfg)
     _each_rule(fill_steps(cfg))
     if cfg.train.micro_batch_size:  # the devices decide the number of microbatches
+        collected(_OF_COMPONENTS, cfg)
         return cfg
     collected(_OF_MESH, cfg)
     if not cfg.parallel.auto:  # otherwise the planner does
@@ -157,4 +169,5 @@ def _every_rule(cfg: Config) -> None:
 
 def _each_rule(cfg: Config) -> None:
     for stage in ((numbers,), _BASIC, _RULES):
-        collected(stage, cfg)
+        skipped = _OF_FLAGS if cfg.model.layers else ()
+        collected((rule for rule in stage if rule not in skipped), cfg)

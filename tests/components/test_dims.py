@@ -13,7 +13,7 @@ from jaxpar.components.experts import Experts
 from jaxpar.components.feed_forward import Glu
 from jaxpar.components.model import Layer, Model
 from jaxpar.components.weight import Weight, matrix
-from jaxpar.config import ParallelConfig, replace, value_of
+from jaxpar.config import Config, ConfigError, ParallelConfig, replace, value_of
 from jaxpar.config.config_file import load_config
 from jaxpar.config.layout.composition import model_of
 from jaxpar.config.rules import divisibility
@@ -130,7 +130,6 @@ def test_rules_of_a_component_of_ones_own():
     rule = found["own.feed_forward.units"]  # 62 units
     assert rule.fixes == (("parallel.tensor", 2), ("own.feed_forward.units", 32))
     assert broken(MODEL, ParallelConfig(data=128)).keys() == {"own.mixer.latent"}
-    assert broken(MODEL, ParallelConfig(data=3)).keys() == {"d_model"}
 
 
 def test_every_fix_helps():
@@ -171,18 +170,33 @@ FIELDS = {
 }
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+#: Models of flags, with each kind of layer.
+FLAGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "experts": {"num_experts": 6, "num_shared_experts": 1},
+    "latent": {"num_kv_heads": 8, "head_dim": 48, "kv_lora_rank": 64, "q_lora_rank": 32}
+    | {"qk_rope_head_dim": 16, "v_head_dim": 32},
+    "delta": {"layer_pattern": "GGG*"},
+    "kimi": {"layer_pattern": "K*"},
+    "mamba": {"layer_pattern": "M*"},
+    "global": {"layer_pattern": "*A", "sliding_window": 8, "global_num_kv_heads": 2},
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
 def test_components_refuse_what_flags_refuse(name):
-    """Every row of the table on `model`, of float32: how matrices are multiplied is no matter of
+    """Every row of the table on layers, of float32: how matrices are multiplied is no matter of
     the model. Whole experts have complete hidden units, which the table divides all the same."""
-    cfg = replace(load_config(name), **{"compute.matmul_dtype": "compute"})
+    cfg = replace(Config(), **{f"model.{field}": value for field, value in FLAGS[name].items()})
     refused = 0
     for mesh in MESHES_OF_RULES:
         on_mesh = dataclasses.replace(cfg, parallel=ParallelConfig(**mesh))
         rows = {
             row.path
             for row in divisibility._divisions(on_mesh)
-            if row.path.startswith("model.") and value_of(on_mesh, row.path) % row.divisor(on_mesh)
+            if row.path.startswith("model.")
+            and row.path not in divisibility.OF_MODEL
+            and value_of(on_mesh, row.path) % row.divisor(on_mesh)
         }
         if "expert_tensor" in mesh and cfg.model.num_experts:
             rows -= {"model.d_ff"}
@@ -194,3 +208,21 @@ def test_components_refuse_what_flags_refuse(name):
             name = row.removeprefix("model.")
             assert fields & set(FIELDS.get(name, (name,))), (mesh, row, fields)
     assert refused
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mesh"),
+    [
+        ({"d_model": 250}, {"data": 4}),
+        ({"vocab_size": 127}, {"tensor": 2}),
+        ({"max_positions": 255}, {"pipeline": 2}),
+    ],
+)
+def test_sizes_of_a_model_divide(sizes, mesh):
+    """Once for all models: components have rules about their own fields."""
+    model = dataclasses.replace(load_config("quickstart").model, **sizes)
+    cfg = dataclasses.replace(load_config("quickstart"), model=model)
+    on_mesh = dataclasses.replace(cfg, parallel=ParallelConfig(**({"data": 1} | mesh)))
+    with pytest.raises(ConfigError, match=f"{next(iter(sizes))} = .*must be divisible") as error:
+        divisibility.divisibility(on_mesh)
+    assert error.value.field.removeprefix("model.") not in broken(model_of(model), on_mesh.parallel)

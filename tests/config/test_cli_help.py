@@ -1,6 +1,7 @@
 """`--help`: one page, one section, or every field."""
 
 import ast
+import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from jaxpar.config import ConfigError, flag, schema
 from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.fields import field_types, leaf_paths
 from jaxpar.config.help import SECTIONS
+from jaxpar.config.layers import BESIDE, all_paths
 
 
 def documentation() -> dict[str, str]:
@@ -59,12 +61,23 @@ def test_help_is_one_page_that_names_the_rest(name, capsys):
     assert f"(default: {num_steps})" in " ".join(shown.split())
 
 
+def paths_of(name: str) -> set[str]:
+    """The fields that the help of a config lists: those of layers by their addresses."""
+    layers = load_config(name).model.layers if name else ()
+    flags = {f"model.{field.name}" for field in dataclasses.fields(config.ModelConfig)}
+    flags -= {f"model.{field}" for field in BESIDE}
+    hidden = {*flags, "model.layers"} if layers else set()
+    shown = {path for path in field_types() if ".".join(path.split(".")[:2]) not in hidden}
+    return shown | set(all_paths(layers))
+
+
+@pytest.mark.parametrize("name", ["", "llama_1b", "quickstart_hybrid"])
 @pytest.mark.parametrize("section", SECTIONS)
-def test_help_shows_one_section(section, capsys):
-    shown = help_of(capsys, "llama_1b", "--help", section)
+def test_help_shows_one_section(name, section, capsys):
+    shown = help_of(capsys, *[name] * bool(name), "--help", section)
     found = re.findall(r"^  --([\w.-]+)", shown, re.MULTILINE)
-    fields = {path for path in field_types() if path.startswith(f"{section}.")}
-    assert {name.replace("-", "_") for name in found} == fields
+    fields = {path for path in paths_of(name) if path.startswith(f"{section}.")}
+    assert {one.replace("-", "_") for one in found} == fields
     assert documentation()[section] in " ".join(shown.split())
 
 
@@ -78,12 +91,20 @@ def test_help_of_an_unknown_section_is_refused():
 @pytest.mark.parametrize("args", [["--help"], ["quickstart", "-h"], ["llama_1b", "--help"]])
 def test_help_documents_every_field(args, capsys):
     text = " ".join(help_of(capsys, *args, "all").split())
-    missing = [path for path in leaf_paths() if flag(path) + " " not in text]
+    name = "" if args[0] == "--help" else args[0]
+    shown = paths_of(name)
+    paths = [path for path in leaf_paths() if path in shown]
+    missing = [
+        path
+        for path in (*paths, *all_paths(load_config(name).model.layers if name else ()))
+        if flag(path) + " " not in text
+    ]
     assert not missing
     joined = "".join(text.split())  # a line may end at a hyphen of a word
     documented = {path: "".join(line.split()) for path, line in documentation().items()}
-    undocumented = [path for path, line in documented.items() if line not in joined]
+    paths += SECTIONS
+    undocumented = [path for path in paths if documented[path] not in joined]
     assert not undocumented
     if args[0] == "llama_1b":
         line = "Factor by which the context length grows. (default: 32.0)"
-        assert f"--model.rope-scaling.factor FLOAT {line}" in text
+        assert f"--model.layers.mixer.rope.scaling.factor FLOAT {line}" in text

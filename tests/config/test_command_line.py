@@ -1,6 +1,8 @@
 """The command line: what it takes, what it refuses and how, and that it touches nothing first."""
 
+import dataclasses
 import json
+import operator
 import os
 import re
 import resource
@@ -8,13 +10,15 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jaxpar import commands
 from jaxpar.commands import call
-from jaxpar.config import Config, ConfigError, RopeScaling, flag, replace
+from jaxpar.config import Config, ConfigError, MupConfig, RopeScaling, flag, replace, value_of
 from jaxpar.config.command_line import known_configs, load_config
+from jaxpar.config.layers import with_value as with_field_of_layers
 from jaxpar.config.serialize import from_json
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime import program as cli
@@ -63,14 +67,14 @@ def test_a_mistake_costs_one_line_and_little_time_and_no_device(tmp_path):
     seconds = []
     while len(seconds) < 3 and min(seconds, default=9e9) >= SECONDS_TO_FAIL:  # others slow a run
         before = processor_seconds_of_children()
-        done = run_train("quickstart", "--model.num-heads", "7", cwd=tmp_path, JAX_PLATFORMS="none")
+        words = ["--model.layers.mixer.num-heads", "7"]
+        done = run_train("quickstart", *words, cwd=tmp_path, JAX_PLATFORMS="none")
         seconds.append(processor_seconds_of_children() - before)
     assert done.returncode == exit_codes.EXIT_CONFIG == 2
     assert done.stdout == ""
     assert done.stderr == (
-        "config error: model.num_heads = 7: must be divisible by model.num_kv_heads = 2, since "
-        "KV heads serve equal numbers of query heads. "
-        "Fix: use --model.num-heads 8, or --model.num-kv-heads 1.\n"
+        "config error: model.layers.mixer.num_heads = 7: must be divisible by num_kv_heads = 2. "
+        "Fix: use --model.layers.mixer.num-heads 8, or --model.layers.mixer.num-kv-heads 1.\n"
     )
     assert list(tmp_path.iterdir()) == []
     assert min(seconds) < SECONDS_TO_FAIL
@@ -126,16 +130,20 @@ Fix: use --train.num-steps or --profile.num-steps.
 Fix: use --compute.dtype bfloat16.
 --parallel.zero 4
     parallel.zero = '4': must be one of 1, 2, 3. Fix: use --parallel.zero 3.
---model.sliding-window wide
-    model.sliding_window = 'wide': must be a whole number or None. \
-Fix: use --model.sliding-window None.
---model.rope-scaling 8
-    model.rope_scaling = '8': must be a RopeScaling or None. \
-Fix: use --model.rope-scaling None, or --model.rope-scaling.kind llama3.
+--model.layers.mixer.window wide
+    model.layers.mixer.window = 'wide': must be a whole number or None. \
+Fix: use --model.layers.mixer.window None.
+--model.layers.mixer.rope.scaling 8
+    model.layers.mixer.rope.scaling = '8': must be a RopeScaling or None. \
+Fix: use --model.layers.mixer.rope.scaling None.
+--model.num-heads 8
+    model.num_heads = '8': describes the layers of a model without model.layers, which are \
+composed here. Fix: use --model.layers.mixer.num-heads 8.
 --train 5 --train.num-steps 3
     train = '5': must be a TrainConfig. Fix: use --train.num-steps 1000.
---model.rope-scaling.factor 0.5
-    model.rope_scaling.factor = 0.5: must be at least 1. Fix: use --model.rope-scaling.factor 8.0.
+--model.layers.mixer.rope.scaling.factor 0.5
+    model.layers.mixer.rope.scaling.factor = 0.5: must be at least 1. \
+Fix: use --model.layers.mixer.rope.scaling.factor 8.0.
 extra
     command line = 'extra': is not --section.field value. Fix: see --help.
 -train.num-steps 5
@@ -240,55 +248,77 @@ VALUES = [
     ("run.compilation_cache", "", ""),
     ("run.dir", "None", "None"),
     ("run.dir", "runs/a=b c", "runs/a=b c"),
-    ("model.sliding_window", "128", 128),
-    ("model.sliding_window", "None", None),
-    ("model.rope_scaling", "None", None),
-    ("model.rope_scaling.original_max_position", "4096", 4096),
+    ("model.layers.mixer.window", "128", 128),
+    ("model.layers.mixer.window", "None", None),
+    ("model.layers.mixer.rope.scaling", "None", None),
+    ("model.layers.mixer.rope.scaling.original_max_position", "4096", 4096),
 ]
 
 
 @pytest.mark.parametrize(("path", "text", "value"), VALUES)
 @pytest.mark.parametrize("name", ["quickstart", "llama_1b"])  # RoPE scaling: None, and set
 def test_a_value_takes_the_type_of_its_field(name, path, text, value):
-    wanted = replace(load_config(name), **{path: value})
+    wanted = with_value(load_config(name), path, value)
     found = read(name, flag(path), text)
     assert found == read(name, f"{flag(path)}={text}") == wanted
     assert read(name, *shlex.split(flag(path, value))) == wanted  # as a shell reads it
-    node = found
-    for key in path.split("."):
-        node = getattr(node, key)
-    assert type(node) is type(value)
+    assert type(value_at(found, path)) is type(value)
+
+
+def with_value(cfg: Config, path: str, value: Any) -> Config:
+    """A config with another value of a field, or of one of its layers."""
+    if not path.startswith("model.layers."):
+        return replace(cfg, **{path: value})
+    layers = with_field_of_layers(cfg.model.layers, path, value)
+    return dataclasses.replace(cfg, model=cfg.model.with_layers(layers))
+
+
+def value_at(cfg: Config, path: str) -> Any:
+    if not path.startswith("model.layers."):
+        return value_of(cfg, path)
+    return operator.attrgetter(path.removeprefix("model.layers."))(cfg.model.layers[0])
 
 
 def test_an_optional_section_can_be_set_changed_and_taken_away():
-    assert load_config("quickstart").model.rope_scaling is None
-    factor, position = "--model.rope-scaling.factor 4", "--model.rope-scaling.low-freq-factor 2"
+    path = "model.layers.mixer.rope.scaling"
+    assert value_at(load_config("quickstart"), path) is None
+    factor, position = f"--{path}.factor 4", f"--{path}.low-freq-factor 2"
     set_here = read("quickstart", *factor.split(), *position.split())
-    assert set_here.model.rope_scaling == RopeScaling(factor=4.0, low_freq_factor=2.0)
-    assert load_config("llama_1b").model.rope_scaling == RopeScaling(factor=32.0)
+    assert value_at(set_here, path) == RopeScaling(factor=4.0, low_freq_factor=2.0)
+    assert value_at(load_config("llama_1b"), path) == RopeScaling(factor=32.0)
     changed = read("llama_1b", *position.split())
-    assert changed.model.rope_scaling == RopeScaling(factor=32.0, low_freq_factor=2.0)
-    none = read("llama_1b", *factor.split(), "--model.rope-scaling", "None")
-    assert none.model.rope_scaling is None
-    again = read("llama_1b", "--model.rope-scaling", "None", *factor.split())
-    assert again.model.rope_scaling == RopeScaling(factor=4.0)
+    assert value_at(changed, path) == RopeScaling(factor=32.0, low_freq_factor=2.0)
+    none = read("llama_1b", *factor.split(), f"--{path}", "None")
+    assert value_at(none, path) is None
+    again = read("llama_1b", f"--{path}", "None", *factor.split())
+    assert value_at(again, path) == RopeScaling(factor=4.0)
+
+
+def test_an_optional_section_of_flags_can_be_set_changed_and_taken_away():
+    factor, none = ["--model.mup.base-width", "64"], ["--model.mup", "None"]
+    assert load_config("quickstart").model.mup is None
+    assert read("quickstart", *factor).model.mup == MupConfig(base_width=64)
+    depth = read("quickstart", *factor, "--model.mup.base-depth", "2")
+    assert depth.model.mup == MupConfig(base_width=64, base_depth=2)
+    assert read("quickstart", *factor, *none).model.mup is None
+    assert read("quickstart", *none, *factor).model.mup == MupConfig(base_width=64)
 
 
 def test_print_config_shows_what_was_asked_for(capsys):
-    args = "--train.num-steps 100 --print-config --model.rope-scaling.factor 4".split()
+    factor = "model.layers.mixer.rope.scaling.factor"
+    args = f"--train.num-steps 100 --print-config --{factor} 4".split()
     with pytest.raises(SystemExit) as stop:
         read("quickstart", *args)
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    wanted = {"train.num_steps": 100, "model.rope_scaling.factor": 4.0}
-    assert from_json(text) == replace(load_config("quickstart"), **wanted)
+    wanted = with_value(load_config("quickstart"), factor, 4.0)
+    assert from_json(text) == replace(wanted, **{"train.num_steps": 100})
     assert json.loads(text)["train"]["num_steps"] == 100
 
 
 def test_print_config_of_what_cannot_work_is_refused(capsys):
-    assert (
-        refused("quickstart", "--model.head-dim", "7", "--print-config").field == "model.head_dim"
-    )
+    path = "model.layers.mixer.head_dim"
+    assert refused("quickstart", flag(path), "7", "--print-config").field == path
     assert capsys.readouterr().out == ""
 
 

@@ -32,10 +32,7 @@ CASES = [
         {"compute.attention_backend": "triton", "model.head_dim": 64, "model.global_head_dim": 512},
         "global_head_dim = 512: must be a multiple of 16 up to 256 for attention_backend = triton",
     ),
-    (
-        {"model.parallel_block": True},
-        "parallel_block = True: is not supported with model.layer_pattern",
-    ),
+    ({"model.parallel_block": True}, "parallel_block = True: is not supported with .*pattern = "),
     ({"model.rope_scaling.turning": 0.0}, "turning = 0.0: must be above 0 and at most 1"),
     ({"model.rope_scaling.kind": "linear"}, "turning = 0.5: needs kind proportional, not linear"),
 ]

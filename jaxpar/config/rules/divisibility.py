@@ -14,7 +14,7 @@ from jaxpar.config.layout.layer_kinds import (
     of_kind,
 )
 
-#: Fields of a model, whether or not it is composed.
+#: Sizes of a model that are not of its layers.
 OF_MODEL = ("model.d_model", "model.vocab_size", "model.max_positions")
 
 
@@ -134,8 +134,7 @@ def divisibility(cfg: Config) -> None:
     """Check every row of the table."""
     table = _divisions(cfg)
     if cfg.model.layers:  # whose components say what divides their fields (`composed.py`)
-        others = (*OF_MODEL, "train.", "data.", "parallel.")
-        table = [rule for rule in table if rule.path.startswith(others) or rule.times > 1]
+        table = [r for r in table if r.path in OF_MODEL or not r.path.startswith("model.")]
     for rule in table:
         value, divisor = value_of(cfg, rule.path), rule.divisor(cfg)
         if value % divisor == 0:

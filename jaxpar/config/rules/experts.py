@@ -1,18 +1,24 @@
 """Rules about a mixture of experts: its sizes, its router and what balances it."""
 
-from jaxpar.components.experts import Experts
+from typing import cast
+
+from jaxpar.components.experts import Experts, experts_in
+from jaxpar.components.model import Layer
 from jaxpar.config import Config, ModelConfig, default_of, flag, require, value_of
+from jaxpar.config.fields import refused
 from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.expert_placement import expert_ways
 from jaxpar.config.layout.layer_kinds import EXPERTS, FEED_FORWARD, KDA_DENSE
 from jaxpar.config.lists.recorded_steps import MAX_BYTES, MAX_STEPS, bytes_of_a_step, recorded_steps
 
-#: Fields that only a model with experts reads.
-OF_EXPERTS = """model.experts_per_token model.normalize_experts model.expert_bias
+#: Flags that only a model with experts reads.
+OF_FLAGS = """model.experts_per_token model.normalize_experts model.expert_bias
 model.num_shared_experts model.shared_expert_gate model.dense_layers
 model.router_score model.router_linear_bias model.router_bias model.router_groups
-model.router_groups_per_token model.router_scale model.router_scales_input
-train.balance_loss train.balance_over train.router_z_loss train.router_bias_rate
+model.router_groups_per_token model.router_scale model.router_scales_input""".split()
+
+#: Fields of runs that do.
+OF_RUNS = """train.balance_loss train.balance_over train.router_z_loss train.router_bias_rate
 parallel.expert_dispatch parallel.expert_tensor run.record_routing""".split()
 
 COUNT = "model.num_experts"
@@ -21,22 +27,32 @@ COUNT = "model.num_experts"
 def experts(cfg: Config) -> None:
     """Check a mixture of experts, and that no option that it does not support is set."""
     m = cfg.model
-    _dense_layers(cfg)
-    if m.num_experts == 0:
-        for path in OF_EXPERTS:
-            _needs(cfg, path, f"needs experts, but {COUNT} is 0", flag(COUNT, 8))
+    if not m.layers:
+        _dense_layers(cfg)
+    if not experts_in(model_of(m)):
+        for path in OF_RUNS if m.layers else (*OF_FLAGS, *OF_RUNS):
+            some = () if m.layers else (flag(COUNT, 8),)
+            none = "no layer has any" if m.layers else f"{COUNT} is 0"
+            _needs(cfg, path, f"needs experts, but {none}", *some)
         return
-    path, rule = "model.experts_per_token", f"must be at most {COUNT} = {m.num_experts}"
-    ways = flag(path, m.num_experts), flag(COUNT, m.experts_per_token)
-    require(m.experts_per_token <= m.num_experts, cfg, path, rule, *ways)
+    if not m.layers:
+        _flags(cfg)
     _placement(cfg)
     path, axis = "parallel.expert_dispatch", "parallel.expert"
     if expert_ways(cfg.parallel) == 1:
         _needs(cfg, path, f"needs an expert axis, but {axis} is 1", flag(axis, 2))
     _router_gradient(cfg)
-    _groups(cfg)
     _balance(cfg)
     _recording(cfg)
+
+
+def _flags(cfg: Config) -> None:
+    """Check the flags of a model without layers; otherwise components have these rules."""
+    m = cfg.model
+    path, rule = "model.experts_per_token", f"must be at most {COUNT} = {m.num_experts}"
+    ways = flag(path, m.num_experts), flag(COUNT, m.experts_per_token)
+    require(m.experts_per_token <= m.num_experts, cfg, path, rule, *ways)
+    _groups(cfg)
     path, one = "model.router_scales_input", "model.experts_per_token"
     rule = f"needs {one} 1, not {m.experts_per_token}: a token is sent once, with one weight"
     ok = m.experts_per_token == 1 or not m.router_scales_input
@@ -110,24 +126,33 @@ def _needs(cfg: Config, path: str, rule: str, *ways: str) -> None:
 
 def _router_gradient(cfg: Config) -> None:
     # p / p is 1 whatever the router computes: AdamW would turn rounding noise into updates.
-    path = "model.experts_per_token"
-    why, fix = "model.normalize_experts sets its only weight to 1", "model.normalize_experts"
-    if cfg.model.post_norms:
-        why, fix = "the norm after the experts cancels its only weight", "model.post_norms"
-    rule, ways = f"leaves the router without a gradient: {why}", (flag(fix, False), flag(path, 2))
-    require(not router_has_no_gradient(cfg.model), cfg, path, rule, *ways)
+    layer = without_router_gradient(cfg.model)
+    if layer is None:
+        return
+    composed, of = bool(cfg.model.layers), cast(Experts, layer.feed_forward)
+    where = f"model.{layer.name}.feed_forward" if composed else "model"
+    path = f"{where}.experts_per_token"
+    off: tuple[str, bool | str]
+    if of.router.normalize:
+        off = f"{where}.router.normalize" if composed else "model.normalize_experts", False
+        why = f"{off[0]} sets its only weight to 1"
+    else:
+        off = (f"model.{layer.name}.norms", "before") if composed else ("model.post_norms", False)
+        why = "the norm after the experts cancels its only weight"
+    rule = f"leaves the router without a gradient: {why}"
+    raise refused(path, of.experts_per_token, rule, flag(*off), flag(path, 2))
 
 
-def router_has_no_gradient(m: ModelConfig) -> bool:
-    """Whether tokens use one of several experts with a weight of 1, or with a weight that a norm
-    cancels up to its eps. (With a single expert, the gradient is exactly 0.)"""
-    for layer in dict.fromkeys(model_of(m).layers):
+def without_router_gradient(m: ModelConfig) -> Layer | None:
+    """Return a layer whose tokens use one of several experts with a weight of 1, or with a weight
+    that a norm cancels up to its eps. (With a single expert, the gradient is exactly 0.)"""
+    for layer in model_of(m).distinct:
         of = layer.feed_forward
         if isinstance(of, Experts) and of.num_experts > 1 and of.experts_per_token == 1:
             cancels = layer.norms != "before" and not of.num_shared_experts
             if of.router.normalize or cancels:
-                return True
-    return False
+                return layer
+    return None
 
 
 def _groups(cfg: Config) -> None:
@@ -145,15 +170,19 @@ def _groups(cfg: Config) -> None:
 
 
 def _balance(cfg: Config) -> None:
-    t, bias, rate = cfg.train, "model.router_bias", "train.router_bias_rate"
+    t, rate, model = cfg.train, "train.router_bias_rate", model_of(cfg.model)
     path, loss = "train.balance_over", "train.balance_loss"
     if t.balance_loss == 0:
         _needs(cfg, path, f"needs a balance loss, but {loss} is 0", flag(loss, 1e-3))
-    if not cfg.model.router_bias:
-        _needs(cfg, rate, f"needs {bias}, which is False", flag(bias, True))
-    require(
-        t.router_bias_rate > 0, cfg, rate, "must be above 0", flag(rate, 1e-3), flag(bias, False)
-    )
+    bias = ["model.router_bias"]
+    if cfg.model.layers:
+        of = [layer.name for layer in model.distinct if isinstance(layer.feed_forward, Experts)]
+        bias = [f"model.{name}.feed_forward.router.balancing_bias" for name in of]
+    if not any(one.router.balancing_bias for one in experts_in(model)):
+        on = " ".join(flag(path, True) for path in bias)
+        _needs(cfg, rate, f"needs {bias[0]}, which is False", on)
+    off = " ".join(flag(path, False) for path in bias)
+    require(t.router_bias_rate > 0, cfg, rate, "must be above 0", flag(rate, 1e-3), off)
 
 
 def _recording(cfg: Config) -> None:

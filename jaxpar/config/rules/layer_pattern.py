@@ -35,7 +35,7 @@ _OF_KIND = {
 
 #: What `kernels/recurrence/capability.py` declares: widths of keys and chunks, and a divisor of
 #: widths of values.
-_KEYS, _CHUNKS, _VALUES = (64, 128), (32, 64), 64
+KEYS, CHUNKS, VALUES = (64, 128), (32, 64), 64
 
 
 def layer_pattern(cfg: Config) -> None:
@@ -129,21 +129,21 @@ def _kernels(cfg: Config) -> None:
     if cfg.compute.recurrent_backend != "triton":
         return
     auto, for_kernels = flag(path, "auto"), f"for {path} = triton"
-    rule = f"must be {' or '.join(map(str, _CHUNKS))} {for_kernels}"
+    rule = f"must be {' or '.join(map(str, CHUNKS))} {for_kernels}"
     size = "model.recurrent_chunk"
-    require(m.recurrent_chunk in _CHUNKS, cfg, size, rule, flag(size, _CHUNKS[-1]), auto)
+    require(m.recurrent_chunk in CHUNKS, cfg, size, rule, flag(size, CHUNKS[-1]), auto)
     widths = {
         DELTA_NET: ("model.linear_key_head_dim", "model.linear_value_head_dim"),
         MAMBA: ("model.mamba_state_size", "model.mamba_head_dim"),
     }
     for kind, (keys, values) in widths.items():
         if kind in m.layer_pattern:
-            rule = f"must be {' or '.join(map(str, _KEYS))} {for_kernels}"
-            require(value_of(cfg, keys) in _KEYS, cfg, keys, rule, flag(keys, _KEYS[-1]), auto)
+            rule = f"must be {' or '.join(map(str, KEYS))} {for_kernels}"
+            require(value_of(cfg, keys) in KEYS, cfg, keys, rule, flag(keys, KEYS[-1]), auto)
             width = value_of(cfg, values)
-            rule = f"must be a multiple of {_VALUES} {for_kernels}"
-            fits = flag(values, -(-width // _VALUES) * _VALUES)
-            require(width % _VALUES == 0, cfg, values, rule, fits, auto)
+            rule = f"must be a multiple of {VALUES} {for_kernels}"
+            fits = flag(values, -(-width // VALUES) * VALUES)
+            require(width % VALUES == 0, cfg, values, rule, fits, auto)
 
 
 def _combinations(cfg: Config) -> None:

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable
 
+from jaxpar.components.experts import experts_in
 from jaxpar.config import Config, flag, require, value_of
 from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.layer_split import slots_per_chunk
@@ -74,7 +75,7 @@ def _policy(cfg: Config, path: str, remat: str, way: Callable[[str], str]) -> No
     names = remat.split(",")
     plain = [without_mark(name) for name in names]
     policy = next((name.strip() for name in names if name.strip() in REMAT_POLICIES), None)
-    savable = REMAT_NAMES + EXPERT_NAMES * (cfg.model.num_experts > 0)
+    savable = REMAT_NAMES + EXPERT_NAMES * bool(experts_in(model_of(cfg.model)))
     near = [m for name in plain for m in difflib.get_close_matches(name, savable, n=1)]
     policies, known = ", ".join(REMAT_POLICIES), ", ".join(savable)
     rule = f"must be one of {policies}, or names from {known}, separated by commas; {ON_HOST} "

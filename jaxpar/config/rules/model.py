@@ -1,8 +1,11 @@
 """Rules about the model: heads, matmuls, attention, and the parts of a layer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from jaxpar.config import Config, default_of, flag, require, value_of
+from jaxpar.components.feed_forward import Glu, Mlp
+from jaxpar.config import Config, ModelConfig, default_of, flag, require, value_of
+from jaxpar.config.fields import refused
+from jaxpar.config.layers import addressed
 from jaxpar.config.layout.layer_kinds import FEED_FORWARDS, GLOBAL, has_global_layers, of_kind
 
 
@@ -43,9 +46,9 @@ def activation(cfg: Config) -> None:
 
 
 def factors(cfg: Config) -> None:
-    """Check the factors of scores and the caps of scores and logits."""
+    """Check the factors of scores and the cap of scores."""
     m = cfg.model
-    for name in ("attention_multiplier", "attention_softcap", "logits_softcap"):
+    for name in ("attention_multiplier", "attention_softcap"):
         path, value = f"model.{name}", getattr(m, name)
         require(value is None or value > 0, cfg, path, "must be above 0", flag(path, None))
     path, other = "model.attention_multiplier", "model.query_scale_dim"
@@ -120,6 +123,8 @@ def float8_matmuls(cfg: Config) -> None:
     require(ok, cfg, path, rule, float8, flag(path, "compute"))
 
 
+BACKEND = "compute.attention_backend"
+
 #: Head dims of the attention backends that do not support every size.
 _HEAD_DIMS: dict[str, tuple[Sequence[int], str]] = {
     "cudnn": (range(8, 257, 8), "a multiple of 8 up to 256"),
@@ -131,22 +136,28 @@ _HEAD_DIMS: dict[str, tuple[Sequence[int], str]] = {
 def attention(cfg: Config) -> None:
     """Check the head dims that `jaxpar/kernels/attention/capability.py` declares for each kernel,
     without a device."""
-    m, name = cfg.model, cfg.compute.attention_backend
+    m, name, auto = cfg.model, cfg.compute.attention_backend, flag(BACKEND, "auto")
     if name not in _HEAD_DIMS:
         return
     sizes, words = _HEAD_DIMS[name]
     rule = f"must be {words} for attention_backend = {name}"
-    heads = {"model.head_dim": m.head_dim}
-    if GLOBAL in m.layer_pattern:
-        heads["model.global_head_dim"] = of_kind(m, GLOBAL).head_dim
-    for head, dim in heads.items():
-        fits = flag(head, next((size for size in sizes if size >= dim), 256))
-        require(dim in sizes, cfg, head, rule, fits, flag("compute.attention_backend", "auto"))
+    for head, dim in _head_dims(m):
+        is_field = not m.layers or bool(list(addressed(m.layers, head.split(".")[1:])))
+        fits = [flag(head, next((size for size in sizes if size >= dim), 256))] * is_field
+        if dim not in sizes:
+            raise refused(head, dim, rule, *fits, auto)
 
 
-#: Activations of the two kinds of feed-forward.
-GATED = ("silu", "gelu", "clamped_swiglu")
-PLAIN = ("silu", "gelu", "gelu_exact", "relu_squared")
+def _head_dims(m: ModelConfig) -> Iterator[tuple[str, int]]:
+    """Yield the head dim of each kind of layer with attention, and the field that sets it."""
+    if not m.layers:
+        yield "model.head_dim", m.head_dim
+        if GLOBAL in m.layer_pattern:
+            yield "model.global_head_dim", of_kind(m, GLOBAL).head_dim
+    for layer in dict.fromkeys(m.layers):
+        if layer.mixer and (heads := layer.mixer.attention_heads):
+            yield f"model.{layer.name}.mixer.head_dim", heads.key_dim
+
 
 #: Fields that only rotary embeddings read.
 OF_ROPE = ("model.rope_scaling", "model.rope_fraction", "model.rope_layout", "model.nope_every")
@@ -155,26 +166,33 @@ OF_ROPE = ("model.rope_scaling", "model.rope_fraction", "model.rope_layout", "mo
 def block(cfg: Config) -> None:
     """Check that the parts of a layer fit one another."""
     _feed_forward(cfg)
-    _norms(cfg)
     _parallel(cfg)
-    _positions(cfg)
+    m, path, other = cfg.model, "model.norm", "model.post_norms"
+    rule = f"needs {path} rms, not {m.norm}"
+    require(m.norm == "rms" or not m.post_norms, cfg, other, rule, *_of_norm(other))
 
 
 def _feed_forward(cfg: Config) -> None:
     m, path, gate = cfg.model, "model.activation", "model.mlp_gate"
-    allowed = GATED if m.mlp_gate else PLAIN
+    allowed = (*Glu.activations, "clamped_swiglu") if m.mlp_gate else Mlp.activations
     rule = f"must be one of {', '.join(allowed)} with {gate} {m.mlp_gate}"
     ways = flag(path, "gelu"), flag(gate, not m.mlp_gate)
     require(m.activation in allowed, cfg, path, rule, *ways)
 
 
-def _norms(cfg: Config) -> None:
-    m, path = cfg.model, "model.norm"
-    for other in ("model.post_norms", "model.norm_offset"):
-        default = default_of(other)
-        ok = m.norm == "rms" or value_of(cfg, other) == default
-        rule = f"needs {path} rms, not {m.norm}"
-        require(ok, cfg, other, rule, flag(path, "rms"), flag(other, default))
+def _of_norm(path: str) -> tuple[str, str]:
+    """Return the fixes of a field that only RMSNorm has."""
+    return flag("model.norm", "rms"), flag(path, default_of(path))
+
+
+def of_stream(cfg: Config) -> None:
+    """Check what is beside the layers: the norm's offset, the cap of logits, and positions."""
+    m, path = cfg.model, "model.logits_softcap"
+    ok = m.logits_softcap is None or m.logits_softcap > 0
+    require(ok, cfg, path, "must be above 0", flag(path, None))
+    path, rule = "model.norm_offset", f"needs model.norm rms, not {m.norm}"
+    require(m.norm == "rms" or not m.norm_offset, cfg, path, rule, *_of_norm(path))
+    _positions(cfg)
 
 
 def _parallel(cfg: Config) -> None:

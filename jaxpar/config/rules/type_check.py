@@ -43,8 +43,14 @@ def _hints_of(section: type) -> dict[str, Any]:
     return typing.get_type_hints(section)
 
 
+def plain(hint: Any) -> Any:
+    """Return the type of which a hint is an alias, or the hint."""
+    return hint.__value__ if isinstance(hint, typing.TypeAliasType) else hint
+
+
 def fits(value: Any, hint: Any) -> bool:
     """Return whether a value is of a type, a union of types, or one of a Literal."""
+    hint = plain(hint)
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return any(fits(value, h) for h in typing.get_args(hint))
     if typing.get_origin(hint) is Literal:
@@ -67,6 +73,7 @@ def _or_added(path: str) -> str:
 
 def describe(hint: Any) -> str:
     """Return a type in words: "a whole number or None"."""
+    hint = plain(hint)
     if Layer in typing.get_args(hint):
         return "layers of components"
     names = next((one for one in typing.get_args(hint) if typing.get_origin(one) is Literal), None)

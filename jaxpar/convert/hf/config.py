@@ -11,7 +11,7 @@ from jaxpar.components.component import FeedForward
 from jaxpar.components.experts import Experts, experts_in
 from jaxpar.config import ConfigError, ModelConfig
 from jaxpar.config.layout import composition
-from jaxpar.config.rules.experts import router_has_no_gradient
+from jaxpar.config.rules.experts import without_router_gradient
 from jaxpar.convert.hf.composed import (
     ABSENT,
     CannotSay,
@@ -126,7 +126,7 @@ def model_of(values: Values, family: Family) -> ModelConfig:
         shared |= experts.read(values, family, shared["Experts.expert.d_ff"])
     top = {name: value for name, value in shared.items() if "." not in name}
     model = ModelConfig(layers=build(drafts, shared), **top)
-    if router_has_no_gradient(model):
+    if without_router_gradient(model) is not None:
         rule = "gives each token one expert, with a weight of 1: the router could not be trained"
         fix = "use a model with at least 2, or without norm_topk_prob"
         raise refuse(family.fields["Experts.experts_per_token"], 1, rule, fix)
