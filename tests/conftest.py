@@ -1,7 +1,7 @@
 """Tests run on 16 simulated CPU devices in full float32; with `-m gpu`, on the GPUs JAX finds.
 
 With `-m gpu -n N`, each worker has one GPU, which others may share: most of a test is compilation
-(seven workers on one H100: the first 134 tests in 400 s).
+(16 workers on two H200s: 290 tests in 430 s, before matmuls were no longer tuned).
 """
 
 import contextlib
@@ -21,6 +21,7 @@ NUM_CPU_DEVICES = 16
 
 #: The files that take longest: from 20 CPU seconds to 4 (`-p tests.cpu_seconds`).
 LONGEST = (
+    "step/test_memory_gpu.py",  # of a GPU: up to 100 s a test
     "meshes/test_meshes.py",
     "convert/test_goldens.py",
     "e2e/test_processes.py",
@@ -122,6 +123,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
         for name, value in ALWAYS.items():
             os.environ.setdefault(name, value)
+        # Trying kernels for each matmul took most of the time: eight workers on one H200 ran 11
+        # tests of attention in 14 s without, and 10 of them in 72 s with it.
+        flags = os.environ.get("XLA_FLAGS", "")
+        if "xla_gpu_autotune_level" not in flags:
+            os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0".strip()
         os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(max(visible_gpus(), 1)))  # as programs do
         import jax  # a plugin may have imported it before, without this variable
 

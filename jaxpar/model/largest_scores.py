@@ -1,7 +1,8 @@
 """The largest attention score of each head, exactly, whatever kernel computes attention.
 
 Kernels return the log-sum-exp of a row, not its maximum. The scores are therefore computed a second
-time, some queries at a time: a matmul of half of attention's forward FLOPs, without a gradient.
+time, without a gradient: half of attention's forward FLOPs, in a kernel that keeps only the
+maximum of a query. Where there is none, XLA writes the scores of some queries at a time.
 
 They leave a layer through a probe (`model/probes.py`).
 """
@@ -14,7 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.kernels.attention import AttentionMask
+from jaxpar.kernels.attention.capability import CAPABILITIES, make_request, refusal
 from jaxpar.kernels.attention.mask import dense_mask
+from jaxpar.kernels.attention.triton import api as triton
+from jaxpar.kernels.platform import Platform
 from jaxpar.parallel.collectives import all_gather, share, varying
 from jaxpar.sharding.axes import SEQUENCE
 
@@ -23,6 +27,12 @@ QUERIES = 256
 
 #: The logit of a key that a query does not see.
 UNSEEN = -1e30
+
+
+def by_kernel(dtype: str, head_dim: int) -> bool:
+    """Return whether GPUs since Ampere have a kernel for these queries."""
+    able = CAPABILITIES["triton"]
+    return dtype in able.dtypes and head_dim in (able.head_dims or ())
 
 
 def across(
@@ -54,6 +64,8 @@ def across(
 def largest(q: jax.Array, k: jax.Array, mask: AttentionMask) -> jax.Array:
     """Compute the largest visible score of each row and head: float32 [B, H]."""
     B, T, H, K = q.shape
+    if refusal("triton", make_request("forward", q, k, mask, Platform.here())) is None:
+        return jnp.max(triton.largest(q, k, mask), axis=2) * K**-0.5
     G = k.shape[2]
     size = next(n for n in range(min(QUERIES, T), 0, -1) if T % n == 0)
     cut = lambda a: jnp.moveaxis(a.reshape(B, T // size, size, *a.shape[2:]), 1, 0)  # noqa: E731

@@ -145,6 +145,14 @@ def reference_of(x: Inputs) -> list[jax.Array]:
         return [out, lse, *reference.backward(q, k, v, x.mask, out, lse, d_out, x.d_lse)]
 
 
+def largest_of(x: Inputs) -> np.ndarray:
+    """The largest product of each query and a key that it sees, [B, H, T]; -1e30 without a key."""
+    q, k = (np.asarray(y.astype(jnp.float32)) for y in (x.q, x.k))
+    k = np.repeat(k, q.shape[2] // k.shape[2], axis=2)
+    products = np.einsum("bthk,bshk->bhts", q, k)
+    return np.where(np.asarray(x.mask.dense())[:, None], products, -1e30).max(axis=-1)
+
+
 def errors(found, wanted) -> dict[str, float]:
     """By name: relative in L2 norm; of the log-sum-exp, the largest difference."""
     pairs = [[np.asarray(y, np.float64) for y in pair] for pair in zip(found, wanted, strict=True)]

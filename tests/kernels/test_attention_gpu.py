@@ -15,7 +15,15 @@ from jaxpar.kernels.attention.triton.blocks import TritonBackward, TritonForward
 from jaxpar.kernels.platform import Platform
 from scripts.measure import attention_table
 from scripts.measure.attention_shapes import draw, exact, one_group, parse_shapes
-from tests.kernels.cases import NAMES, Case, check, errors, inputs_of, reference_of
+from tests.kernels.cases import (
+    NAMES,
+    Case,
+    check,
+    errors,
+    inputs_of,
+    largest_of,
+    reference_of,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -164,6 +172,13 @@ def test_triton_at_the_shapes_of_the_benchmarks(shape, ampere):
     assert not attention_table.refusal("triton", asked, deterministic=False)
     backward = attention_table.TuningCandidate("backward", "triton")
     attention_table.attempt(backward, asked, None, wanted)  # raises if a result is wrong
+
+
+@pytest.mark.parametrize("case", [*IN_ORDER, *OWN[-9:], *PARTS], ids=str)
+def test_largest_products(case, ampere):
+    x = inputs_of(case)
+    found = triton.largest(x.q, x.k, x.mask)
+    np.testing.assert_allclose(found, largest_of(x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", DETERMINISTIC, ids=str)

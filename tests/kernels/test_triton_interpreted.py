@@ -15,7 +15,7 @@ from jaxpar.kernels.attention.reference import EMPTY_LSE
 from jaxpar.kernels.attention.triton import api as triton
 from jaxpar.kernels.attention.triton.blocks import TritonBackward, TritonForward
 from jaxpar.kernels.attention.triton.shape import TritonShape
-from tests.kernels.cases import Case, check, inputs_of, reference_of
+from tests.kernels.cases import Case, check, inputs_of, largest_of, reference_of
 from tests.slow import slow
 
 FORWARD = TritonForward(q=32, kv=16, overlap=True)
@@ -56,6 +56,22 @@ def run(case: Case, forward=FORWARD, backward=BACKWARD) -> list[jax.Array]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_the_reference(case):
     run(case)
+
+
+LARGEST = [
+    Case(T=100, H=4, G=2, K=48, documents=3),
+    Case("late", T=60, S=40, H=1, K=16),
+    slow(Case(T=90, H=4, G=1, K=96, window=20)),
+    slow(Case("permuted", T=70, S=90, K=112, H=4, G=2, documents=3, window=40)),
+    slow(Case("zigzag", T=64, S=128, K=64)),
+]
+
+
+@pytest.mark.parametrize("case", LARGEST, ids=str)
+def test_largest_products(case):
+    x = inputs_of(dataclasses.replace(case, dtype="float32"))
+    found = triton.largest(x.q, x.k, x.mask, blocks=FORWARD, interpret=True)
+    np.testing.assert_allclose(found, largest_of(x), rtol=1e-5, atol=1e-5)
 
 
 def test_one_kv_head_at_a_time(monkeypatch):

@@ -166,5 +166,6 @@ CUDA: dict[str, dict] = {
     "cuda: experts, tensor": axes(data=4, tensor=2, zero=1) | EXPERTS | {"model.d_ff": 768},
     "cuda: lora": axes(data=8) | LORA,
     "cuda: gemma": axes(data=8) | GEMMA,
+    "cuda: metrics of layers": axes(data=4, tensor=2) | {"metrics.layers": "all"},
     "cuda: pipeline": axes(data=2, tensor=2, pipeline=2, num_microbatches=2, zero=1),
 }

@@ -12,6 +12,7 @@ from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.expert_placement import spreads_experts
 from jaxpar.config.layout.moment_blocks import uses_blocks
 from jaxpar.config.remat_policies import saved_names, without_mark
+from jaxpar.model.largest_scores import by_kernel
 from jaxpar.model.loss import num_chunks
 from jaxpar.planning.predict import experts, matrices, rates
 from jaxpar.planning.predict.hardware import Gpu
@@ -190,7 +191,11 @@ def _layer_mixing(
     forward, backward = rates.attention_rate(heads.key_dim, cfg.data.seq_len)
     runs = 2 if "attention" in repeated else 1
     kernels = (runs * flops / forward + 2.5 * flops / backward) / gpu.attention.value
-    return seconds + kernels + _largest_scores(cfg, heads, shard, gpu)
+    if reads_scores(cfg):
+        again = flops / 2 / forward / gpu.attention.value
+        kernel = by_kernel(cfg.compute.dtype, heads.key_dim)
+        kernels += again if kernel else _written_scores(cfg, heads, shard, gpu)
+    return seconds + kernels
 
 
 def reference_work(cfg: Config, mixer: Mixer, rows: int, passes: int) -> tuple[float, float]:
@@ -206,12 +211,10 @@ def reference_work(cfg: Config, mixer: Mixer, rows: int, passes: int) -> tuple[f
     return pairs * mixer.pair_flops(), 16 * pairs * (heads.queries if heads else 1)
 
 
-def _largest_scores(cfg: Config, heads: Heads, shard: Shard, gpu: Gpu) -> float:
-    """Return the time of scores that are computed again: all pairs, written and read once. An
-    estimate."""
+def _written_scores(cfg: Config, heads: Heads, shard: Shard, gpu: Gpu) -> float:
+    """Return the time of scores that are computed again without a kernel: all pairs, written and
+    read once. An estimate."""
     p, length = cfg.parallel, cfg.data.seq_len
-    if not reads_scores(cfg):
-        return 0.0
     scores = shard.rows * heads.queries / p.tensor * length**2 / p.sequence
     flops = 2 * heads.key_dim * scores
     return flops / matmul_rate(cfg, gpu, float8=False) + 8 * scores / elementwise_rate(gpu)

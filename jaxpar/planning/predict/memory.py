@@ -28,7 +28,7 @@ from jaxpar.config.remat_policies import (
     names_on_host,
     saved_names,
 )
-from jaxpar.model.largest_scores import QUERIES
+from jaxpar.model.largest_scores import QUERIES, by_kernel
 from jaxpar.model.loss import num_chunks
 from jaxpar.planning.predict import experts, matrices, teacher
 from jaxpar.planning.predict.layer_kinds import (
@@ -424,14 +424,16 @@ def _attention(cfg: Config) -> list[tuple[Widths, Heads]]:
 
 
 def _largest_scores(cfg: Config, shard: Shard) -> float:
-    """The float32 scores of some queries that are computed again, and the keys of the complete
-    sequence."""
+    """The largest float32 score of each query, without a kernel all scores of some queries, and the
+    keys of the complete sequence."""
     p, length = cfg.parallel, cfg.data.seq_len
     if not reads_scores(cfg):
         return 0.0
 
     def of_layer(w: Widths, heads: Heads) -> float:
-        scores = 4.0 * shard.rows * heads.queries / p.tensor * min(QUERIES, length) * length
+        kernel = by_kernel(cfg.compute.dtype, heads.key_dim)
+        of_key = 1 / p.sequence if kernel else min(QUERIES, length)
+        scores = 4.0 * shard.rows * heads.queries / p.tensor * of_key * length
         return scores + shard.rows * length * w.key * shard.width * (p.sequence > 1)
 
     return max((of_layer(*one) for one in _attention(cfg)), default=0.0)

@@ -1,7 +1,7 @@
 """Attention kernels for NVIDIA GPUs since Ampere, in Pallas (Triton).
 
-This module pads inputs to full tiles and selects the block sizes. The kernels are in `forward.py`
-and `backward.py`. On Hopper, cuDNN and `kernels/attention/hopper/` are faster.
+This module pads inputs to full tiles and selects the block sizes. The kernels are in `forward.py`,
+`backward.py` and `largest.py`. On Hopper, cuDNN and `kernels/attention/hopper/` are faster.
 """
 
 import functools
@@ -14,6 +14,7 @@ from jaxpar.kernels.attention.sinks import delta
 from jaxpar.kernels.attention.tiles import bounds_of, key_visits, padding, query_visits
 from jaxpar.kernels.attention.triton import backward as backward_kernels
 from jaxpar.kernels.attention.triton import forward as forward_kernel
+from jaxpar.kernels.attention.triton import largest as largest_kernel
 from jaxpar.kernels.attention.triton.blocks import (
     TritonBackward,
     TritonForward,
@@ -62,8 +63,29 @@ def backward(
     return _backward(q, k, v, mask, out, lse, d_out, d_lse, blocks, softcap, interpret)
 
 
+def largest(
+    q, k, mask: AttentionMask, *, blocks: TritonForward | None = None, interpret: bool = False
+) -> jax.Array:
+    """Compute the largest product of each query and a key that it sees: float32 [B, H, T].
+
+    Args:     as `forward`.
+    """
+    blocks = blocks or default_forward(q.shape[3], Platform.here().compute_capability)
+    return _largest(q, k, mask, blocks, interpret)
+
+
 # Inside a jit for the reason in `kernels/float8/rounding.py`: JAX would keep a bare
 # pallas_call.
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _largest(q, k, mask, blocks: TritonForward, interpret: bool):
+    T, S = q.shape[1], k.shape[1]
+    more_q, more_k = padding(T, blocks.q), padding(S, blocks.kv)
+    bounds = bounds_of(mask, more_q, more_k)
+    visits = query_visits(bounds, blocks.q, blocks.kv, S + more_k)
+    q, k = _padded(q, more_q), _padded(k, more_k)
+    return largest_kernel.largest(q, k, bounds, visits, blocks, interpret)[:, :, :T]
+
+
 @functools.partial(jax.jit, static_argnums=(4, 5, 6))
 def _forward(q, k, v, mask, blocks: TritonForward, softcap: float | None, interpret: bool):
     T, S = q.shape[1], k.shape[1]
