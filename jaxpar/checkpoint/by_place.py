@@ -103,9 +103,14 @@ class LayerPlaces:
             found.setdefault(name, []).append(row)
         return found
 
-    def check_changes(self, what: str, fix: str) -> None:
-        """Raises:   ConfigError for the first of `changes`. Args:     what: has the layers."""
+    def check_changes(self, what: str, fix: str, may: Callable[[str], bool] | None = None) -> None:
+        """Raises:   ConfigError for the first of `changes`.
+
+        Args:     what: has the layers. may: whether the field at an address may change.
+        """
         for path, then, now in self.changes():
+            if may is not None and may(path):
+                continue
             rule = f"{what} has {then!r} in a layer of this name and place"
             give = "give the layers that change a name of their own"
             raise ConfigError(path, now, rule, f"{fix} to {then!r}, or {give}")

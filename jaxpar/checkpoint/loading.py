@@ -24,6 +24,7 @@ from jaxpar.checkpoint.saved import (
     saved_steps,
 )
 from jaxpar.config import Config, ConfigError, default_of, flag, replace, value_of
+from jaxpar.config.lists.init_changes import may_change
 from jaxpar.config.lists.mixture import stages
 from jaxpar.config.lists.step_sizes import BATCHES, LENGTHS, step_sizes
 from jaxpar.config.schema.optimizer import AVERAGED, TRAINED, Weights
@@ -103,7 +104,10 @@ def check_model(
     """
     places = LayerPlaces.of(cfg, saved.config)
     check_fields(cfg, saved, places.fixed_fields, fix)
-    places.check_changes(str(saved), fix)
+    of_another_run = str(run_dir) != cfg.run.dir
+    places.check_changes(
+        str(saved), fix, functools.partial(may_change, cfg) if of_another_run else None
+    )
     if places.moved:
         stored = folder(run_dir) / str(saved.step)
         shape_of = shape_of or (lambda name: stored_arrays.open_array(stored, name).shape)

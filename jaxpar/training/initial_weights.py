@@ -5,6 +5,7 @@ that a run without a checkpoint returns to.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from jaxpar.checkpoint.loading import check_model
 from jaxpar.checkpoint.saved import CARRIED
 from jaxpar.config import Config, ConfigError, LoraConfig, flag, replace, value_of
 from jaxpar.config.layers import with_classes_of
+from jaxpar.config.lists.init_changes import may_change
 from jaxpar.config.values import to_values
 from jaxpar.model.parameters import specs_of
 from jaxpar.runtime import hub
@@ -172,7 +174,10 @@ def _changes(cfg: Config, there: Config) -> tuple[str, LayerPlaces]:
     differing = [path for path in every if path not in allowed]
     if not differing:
         if places.moved or places.composed:
-            places.check_changes(cfg.run.init_from, "set it back")
+            may = functools.partial(may_change, cfg)
+            places.check_changes(cfg.run.init_from, "set it back", may)
+            changed = (f"{path} {then} -> {now}" for path, then, now in places.changes())
+            return ", ".join(dict.fromkeys(changed)), places
         fields = (f"{p} {value_of(there, p)} -> {value_of(cfg, p)}" for p in every)
         return ", ".join(fields), places
     short = lambda path: path.removeprefix("model.")  # noqa: E731

@@ -2,6 +2,7 @@
 
 from jaxpar.config import Config, default_of, flag, require, value_of
 from jaxpar.config.lists.held_out_sets import HELD_OUT, held_out_sets
+from jaxpar.config.lists.init_changes import CHANGEABLE
 from jaxpar.config.lists.mixture import shares
 from jaxpar.config.lists.shares import shares_of_steps
 from jaxpar.config.rules.paths import (
@@ -30,13 +31,6 @@ def places(cfg: Config) -> None:
     if cfg.run.store:
         read_address(FIELD, cfg.run.store)
     check_run_folder("run.dir", cfg.run.dir, "use " + flag("run.dir", default_of("run.dir")))
-
-
-#: Fields of the model that do not belong to its weights, and may change when another run starts.
-CHANGEABLE = (
-    *("rope_theta", "rope_scaling", "local_rope_theta", "local_rope_scaling"),
-    "sliding_window",
-)
 
 
 def initial_weights(cfg: Config) -> None:

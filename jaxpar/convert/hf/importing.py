@@ -25,6 +25,7 @@ from jaxpar.config import (
     RunConfig,
 )
 from jaxpar.config.layout.composition import model_of
+from jaxpar.config.lists.init_changes import may_change
 from jaxpar.config.rules.paths import check_run_folder
 from jaxpar.config.serialize import to_json
 from jaxpar.config.validate import check
@@ -347,26 +348,13 @@ def load_params(source: PublishedModel, cfg: Config, mesh: Mesh, log: Callable[[
     return to_running(TrainState((), tree, ()), cfg).params
 
 
-#: Fields of mixers that a name in `run.init_changes` stands for.
-_CHANGES = {
-    "rope_theta": ("rope.theta",),
-    "rope_scaling": ("rope.scaling",),
-    "local_rope_theta": ("rope.theta",),
-    "local_rope_scaling": ("rope.scaling",),
-    "sliding_window": ("window",),
-}
-
-
 def changes_of(cfg: Config, source: PublishedModel) -> str:
     """Describe the fields of `run.init_changes` that differ from those of a published model.
 
     Raises:   ConfigError that names every other field that differs.
     """
-    allowed = tuple(
-        f".mixer.{x}" for n in cfg.run.init_changes.split(",") for x in _CHANGES.get(n, ())
-    )
     every = list(differences(cfg.model, source.config.model))
-    if wrong := [d for d in every if not any(a in f"{d.path}." for a in allowed)]:
+    if wrong := [d for d in every if not may_change(cfg, d.path)]:
         short = (f"{d.path.removeprefix('model.')} {d.other}, not {d.value}" for d in wrong)
         named, rule = cfg.run.init_from, f"contains a model with {', '.join(short)}"
         raise ConfigError("run.init_from", named, rule, f"--model.from {named}")
