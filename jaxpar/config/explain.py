@@ -97,8 +97,11 @@ class _Tried:
 
 def _followed(tried: _Tried, cfg: Config, errors: tuple[ConfigError, ...]) -> Iterator[_Report]:
     """Yield the broken rules, then those that show once these are fixed."""
+    known: list[ConfigError] = []
     for _ in range(MOST):
         now = cfg
+        errors = tuple(e for e in errors if not any(same_rule(e, other) for other in known))
+        known += errors
         for error in errors:
             report = _Report(cfg, error, _best(tried, cfg, error))
             if report.is_in(tried.broken(now)):

@@ -187,15 +187,25 @@ def flag(path: str, value: Any = ...) -> str:
 def replace(cfg: Config, **values: Any) -> Config:
     """Return a copy with some fields changed: `replace(cfg, **{"model.num_layers": 2})`.
 
-    Setting a field of an optional section that is None starts from that section's defaults.
+    Setting a field of an optional section that is None starts from that section's defaults. Fields
+    of layers have addresses: `replace(cfg, **{"model.block.mixer.num_heads": 8})`.
 
     Raises:   ConfigError for a path that is not a field.
     """
+    from jaxpar.config.addresses import addresses_layers, with_addressed  # which imports this
+
     for path, value in values.items():
+        if addresses_layers(cfg, path):
+            cfg = with_addressed(cfg, path, functools.partial(_as_given, value))
+            continue
         if path not in field_types():
             raise unknown_field(path, value)
         cfg = _replaced(cfg, path.split("."), value)
     return cfg
+
+
+def _as_given(value: Any, _: Any) -> Any:
+    return value
 
 
 def _replaced(node: Any, keys: list[str], value: Any) -> Any:

@@ -308,20 +308,20 @@ def numbers_in_layers(layers: Sequence[Layer]) -> Iterator[tuple[str, Any, Range
     Returns:  its address, its value, the range, and the field's default or another good value.
     """
 
-    def walk(node: Any, path: str) -> Iterator[tuple[str, Any, Range | Reals, Any]]:
+    def inside(node: Any, path: str) -> Iterator[tuple[str, Any, Range | Reals, Any]]:
         ranges = _ranges_of(type(node))  # type: ignore[arg-type]
         for field in dataclasses.fields(node):
             value, inner = getattr(node, field.name), f"{path}.{field.name}"
             allowed = ranges[field.name]
             if dataclasses.is_dataclass(value) and not isinstance(value, type):
-                yield from walk(value, inner)
+                yield from inside(value, inner)
             elif allowed is not None:
                 good = getattr(allowed, "good", None) or allowed.least
                 default = field.default if field.default is not dataclasses.MISSING else good
                 yield inner, value, allowed, default
 
     for layer in dict.fromkeys(layers):
-        yield from walk(layer, f"model.{layer.name}")
+        yield from inside(layer, f"model.{layer.name}")
 
 
 # ------------------------------------------------------------------------------------- summary

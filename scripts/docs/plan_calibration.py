@@ -160,6 +160,7 @@ def shorter(run: str) -> str:
         "llama3_8b": "8B",
         "qwen3_30b_a3b --model.num-layers 6": "6 layers of Qwen3-30B-A3B",
         "mixtral_8x7b --model.num-layers 4": "4 layers of Mixtral 8x7B",
+        "--model.layers.feed-forward.router.balancing-bias True": "router bias",
         "--parallel.": "",
         "--model.": "",
         "--compute.": "",

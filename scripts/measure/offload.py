@@ -59,9 +59,9 @@ FIELDS = {"train.global_batch_size": 2, "optimizer.warmup_steps": 0, "data.docum
 SMALL = {
     "model.num_layers": 2,
     "model.d_model": 128,
-    "model.num_heads": 2,
-    "model.num_kv_heads": 2,
-    "model.d_ff": 256,
+    "model.*.mixer.num_heads": 2,
+    "model.*.mixer.num_kv_heads": 2,
+    "model.*.feed_forward.d_ff": 256,
     "model.vocab_size": 512,
     "data.seq_len": 64,
 }

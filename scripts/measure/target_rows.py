@@ -51,7 +51,7 @@ _WHOLE = "--parallel.remat none"
 _UNTIED = f"--model.tie-embeddings False {_WHOLE} {_LOSS}"
 
 #: The loss in as many pieces as the memory of the logits takes, and loads balanced by a bias.
-_EXPERTS = "--compute.logits-dtype compute --model.router-bias True"
+_EXPERTS = "--compute.logits-dtype compute --model.layers.feed-forward.router.balancing-bias True"
 _QWEN3, _ZERO1 = f"{_EXPERTS} --model.num-layers {{layers6}}", "--parallel.zero 1"
 _ONE_AXIS = "--parallel.expert {gpus} --parallel.data 1 --parallel.expert-slack 2.0"
 _MIXTRAL = f"{_EXPERTS} --model.num-layers {{layers2}} {_ONE_AXIS} --parallel.expert-dispatch"

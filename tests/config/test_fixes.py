@@ -61,6 +61,7 @@ FLAGS = {
 SCALING = "model.layers.mixer.rope.scaling"
 
 CASES = {
+    # A model of flags has no name.
     "adapters and modules": ("llama_1b_lora_chat", {"model.mtp_depth": 1}),
     "adapters on experts": ("deepseek_v2_lite", {"lora.rank": 4, "lora.targets": "gate_proj"}),
     "adapters on what is not there": ("kimi_k2", {"lora.rank": 4, "lora.targets": "x,down_proj"}),

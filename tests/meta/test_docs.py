@@ -134,14 +134,13 @@ def test_a_wrong_command_is_seen():
 
 
 def test_errors_that_are_quoted_are_said_so():
-    quoted = re.findall(
-        r"^\$ python -m (jaxpar\.train .+)\n(.+)$", read("docs/configuration.md"), re.M
-    )
+    shown = r"^\$ python -m (jaxpar\.train .+)\n((?:(?!\$ |```).+\n)+)"
+    quoted = re.findall(shown, read("docs/configuration.md"), re.M)
     assert len(quoted) == 2
     for command, said in quoted:
         with pytest.raises(ConfigError) as error:
             check_command(shlex.split(command))
-        assert said == f"config error: {error.value}"
+        assert said == f"config error: {error.value}\n"
 
 
 # ------------------------------------------------------------------------ tables

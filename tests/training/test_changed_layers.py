@@ -29,7 +29,8 @@ def get_config():
     return Config(
         run=RunConfig(dir={run!r}),
         data=DataConfig(path={data!r}, seq_len=32),
-        model=ModelConfig(d_model=32, vocab_size=272, dtype="float32").with_layers({layers}),
+        model=ModelConfig(d_model=32, vocab_size=272).with_layers({layers}),
+        compute=ComputeConfig(dtype="float32"),
         train=TrainConfig(num_steps={steps}, global_batch_size=8, log_every=1),
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2, schedule_as_input=True),
         checkpoint=CheckpointConfig(every=4, keep=9),

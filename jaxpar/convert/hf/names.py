@@ -1,7 +1,7 @@
 """The names of tensors in a format, from which the layout follows by what the weights declare.
 
 A linear layer is stored as [out, in], the transpose of a weight's inputs and outputs. Everything
-else is stored as declared, with its dimensions merged. A `Stored` says what differs.
+else is stored as declared, with its dimensions merged. A `StoredAs` says what differs.
 """
 
 import math
@@ -21,7 +21,7 @@ LETTERS = "abcdefgh"
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredAs:
     """Where a weight is stored, if it is not alone in a tensor of the usual layout."""
 
     name: str
@@ -31,12 +31,12 @@ class Stored:
     """All weights in the tensor, in order."""
 
 
-type Name = str | Stored
+type Name = str | StoredAs
 
 
-def together(name: str, theirs: str, *weights: str) -> dict[str, Stored]:
+def together(name: str, theirs: str, *weights: str) -> dict[str, StoredAs]:
     """Return where weights are that share a tensor."""
-    return {weight: Stored(name, theirs, weights) for weight in weights}
+    return {weight: StoredAs(name, theirs, weights) for weight in weights}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ def _of_layer(
     path: str, where: Name, weights: Mapping[str, Weight], prefix: str, places: tuple[int, ...]
 ) -> Entry:
     name = path.rpartition("/")[2]
-    where = where if isinstance(where, Stored) else Stored(where)
+    where = where if isinstance(where, StoredAs) else StoredAs(where)
     weight, by_expert = weights[name], "{E}" in where.name
     letters = ("E" if by_expert else "") + LETTERS[by_expert : len(weight.shape)]
     theirs = where.theirs or _usual(weight, letters[by_expert:])

@@ -2,7 +2,7 @@
 
 from jaxpar.components.feed_forward import Mlp
 from jaxpar.convert.hf.family import Family
-from jaxpar.convert.hf.names import Name, Names, Stored, together
+from jaxpar.convert.hf.names import Name, Names, StoredAs, together
 
 _TOP = {
     "embed": "transformer.wte.weight",
@@ -16,13 +16,13 @@ _WEIGHTS: dict[str, Name] = {
     "attn_norm_bias": "ln_1.bias",
     **together("attn.c_attn.weight", "a +", "wq", "wk", "wv"),
     **together("attn.c_attn.bias", "+", "bq", "bk", "bv"),
-    "wo": Stored("attn.c_proj.weight", "ab c"),
+    "wo": StoredAs("attn.c_proj.weight", "ab c"),
     "bo": "attn.c_proj.bias",
     "mlp_norm": "ln_2.weight",
     "mlp_norm_bias": "ln_2.bias",
-    "w_up": Stored("mlp.c_fc.weight", "a b"),
+    "w_up": StoredAs("mlp.c_fc.weight", "a b"),
     "b_up": "mlp.c_fc.bias",
-    "w_down": Stored("mlp.c_proj.weight", "a b"),
+    "w_down": StoredAs("mlp.c_proj.weight", "a b"),
     "b_down": "mlp.c_proj.bias",
 }
 

@@ -4,7 +4,7 @@ from jaxpar.components.experts import Experts
 from jaxpar.components.feed_forward import ClampedSwiglu
 from jaxpar.convert.hf.families.shared import BIASES, OF_LLAMA, TOP
 from jaxpar.convert.hf.family import OF_ATTENTION, OF_MODEL, SILU, Family
-from jaxpar.convert.hf.names import Name, Names, Stored, together
+from jaxpar.convert.hf.names import Name, Names, StoredAs, together
 
 _EXPERT = "mlp.experts."
 #: Gate and up alternate in the last dimension of a tensor.
@@ -13,8 +13,8 @@ _EXPERTS: dict[str, Name] = {
     "b_router": "mlp.router.bias",
     **together(_EXPERT + "gate_up_proj", "a b c2", "w_gate", "w_up"),
     **together(_EXPERT + "gate_up_proj_bias", "a b2", "b_gate", "b_up"),
-    "w_down": Stored(_EXPERT + "down_proj", "a b c"),
-    "b_down": Stored(_EXPERT + "down_proj_bias", "a b"),
+    "w_down": StoredAs(_EXPERT + "down_proj", "a b c"),
+    "b_down": StoredAs(_EXPERT + "down_proj_bias", "a b"),
 }
 
 GPT_OSS = Family(

@@ -15,13 +15,13 @@ from jaxpar.convert.hf.families.shared import (
     WIDTHS,
 )
 from jaxpar.convert.hf.family import OF_MODEL, SILU, Family
-from jaxpar.convert.hf.names import Name, Names, Stored
+from jaxpar.convert.hf.names import Name, Names, StoredAs
 
 _LAYER = r"(?<=model\.layers\.)(\d+)\."
 _KIMI_DELTA: dict[str, Name] = {
     **{f"kda_{n}": f"self_attn.{n}_proj.weight" for n in (*"qkvb", "f_a", "f_b", "g_a", "g_b")},
     **{f"kda_conv_{n}": f"self_attn.{n}_conv1d.weight" for n in "qkv"},
-    "kda_a_log": Stored("self_attn.A_log", "1 1 a 1"),
+    "kda_a_log": StoredAs("self_attn.A_log", "1 1 a 1"),
     "kda_dt_bias": "self_attn.dt_bias",
     "kda_norm": "self_attn.o_norm.weight",
     "kda_out": "self_attn.o_proj.weight",

@@ -5,7 +5,7 @@ from jaxpar.components.experts import Experts
 from jaxpar.components.feed_forward import Glu
 from jaxpar.convert.hf.families.shared import ATTENTION, BIASES, NORMS, TOP, WIDTHS
 from jaxpar.convert.hf.family import OF_ATTENTION, OF_MODEL, SILU, Family
-from jaxpar.convert.hf.names import Name, Names, Stored, together
+from jaxpar.convert.hf.names import Name, Names, StoredAs, together
 
 _PARTS = ("gate", "up", "down")
 _MLP: dict[str, Name] = {f"w_{n}": f"feed_forward.{n}_proj.weight" for n in _PARTS}
@@ -13,7 +13,7 @@ _MLP: dict[str, Name] = {f"w_{n}": f"feed_forward.{n}_proj.weight" for n in _PAR
 _EXPERTS: dict[str, Name] = {
     "router": "feed_forward.router.weight",
     **together("feed_forward.experts.gate_up_proj", "a b +", "w_gate", "w_up"),
-    "w_down": Stored("feed_forward.experts.down_proj", "a b c"),
+    "w_down": StoredAs("feed_forward.experts.down_proj", "a b c"),
     **{f"w_shared_{n}": f"feed_forward.shared_expert.{n}_proj.weight" for n in _PARTS},
 }
 

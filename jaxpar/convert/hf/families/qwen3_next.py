@@ -13,7 +13,7 @@ from jaxpar.convert.hf.families.shared import (
     TOP,
 )
 from jaxpar.convert.hf.family import OF_ATTENTION, OF_MODEL, SILU, Family
-from jaxpar.convert.hf.names import Name, Names, Stored, together
+from jaxpar.convert.hf.names import Name, Names, StoredAs, together
 
 #: Each key head's rows are together.
 _PROJECTIONS: dict[str, Name] = {
@@ -23,7 +23,7 @@ _PROJECTIONS: dict[str, Name] = {
 _EXPERTS: dict[str, Name] = {
     **EXPERTS,
     **{f"w_shared_{n}": f"mlp.shared_expert.{n}_proj.weight" for n in ("gate", "up", "down")},
-    "w_shared_router": Stored("mlp.shared_expert_gate.weight", "1 a"),
+    "w_shared_router": StoredAs("mlp.shared_expert_gate.weight", "1 a"),
 }
 
 QWEN3_NEXT = Family(
