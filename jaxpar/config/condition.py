@@ -74,12 +74,13 @@ def both(one: Condition, other: Condition) -> Condition:
 
 
 def some_layer(
-    label: str, part: str, holds: Callable[[Layer], bool], path: str, plain: Any
+    label: str, part: str, holds: Callable[[Layer], bool], path: str, plain: Any = _DEFAULT
 ) -> Condition:
     """Some layer of the model has a part that is of a kind.
 
-    Args:     part: the field of the layer, such as "mixer" or "mixer.sinks". path, plain: the flag
-              that says so in a model of flags, and its value without.
+    Args:     part: the field of the layer, such as "mixer" or "mixer.sinks". path: the flag that
+              says so in a model of flags, and has its default otherwise. plain: the value of the
+              part otherwise, unless other layers are needed.
     """
 
     def named(cfg: Config) -> tuple[str, Any]:
@@ -89,11 +90,18 @@ def some_layer(
         address = f"model.{layer.name}.{part}"
         return address, _shown(functools.reduce(getattr, part.split("."), layer))
 
+    def off(cfg: Config) -> tuple[str, ...]:
+        if not cfg.model.layers:
+            return (flag(path, default_of(path)),)
+        layers = filter(holds, model_of(cfg.model).distinct)
+        every = " ".join(flag(f"model.{layer.name}.{part}", plain) for layer in layers)
+        return () if plain is _DEFAULT else (every,)
+
     return Condition(
         label,
         lambda cfg: any(map(holds, model_of(cfg.model).distinct)),
         named,
-        lambda cfg: () if cfg.model.layers else (flag(path, plain),),
+        off,
     )
 
 

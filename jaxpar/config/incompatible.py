@@ -61,14 +61,12 @@ EXPERTS = some_layer(
     "feed_forward",
     lambda layer: isinstance(layer.feed_forward, Experts),
     "model.num_experts",
-    0,
 )
 UNGATED_EXPERTS = some_layer(
     "experts without a gate",
     "feed_forward.expert",
     lambda one: isinstance(one.feed_forward, Experts) and isinstance(one.feed_forward.expert, Mlp),
     "model.mlp_gate",
-    True,
 )
 EXPERT_BIAS = some_layer(
     "biases of experts",
@@ -102,21 +100,18 @@ LATENT = some_layer(
     "mixer",
     lambda layer: isinstance(layer.mixer, LatentAttention),
     "model.kv_lora_rank",
-    0,
 )
 RECURRENT = some_layer(
     "recurrent layers",
     "mixer",
     lambda layer: layer.mixer is not None and layer.mixer.recurrent,
     "model.layer_pattern",
-    "",
 )
 KIMI_DELTA = some_layer(
     "Kimi Delta Attention",
     "mixer",
     lambda layer: isinstance(layer.mixer, KimiDeltaAttention),
     "model.layer_pattern",
-    "",
 )
 LAST_RECURRENT = of_model(
     "a recurrent last layer",
@@ -151,7 +146,6 @@ USER_HEADS = some_layer(
     "mixer",
     lambda one: isinstance(one.mixer, Attention) and type(one.mixer).heads is not Attention.heads,
     "model.layers",
-    (),
 )
 DIFFERENT_HEADS = of_model(
     "layers with different numbers of heads",
@@ -159,7 +153,7 @@ DIFFERENT_HEADS = of_model(
     {},
 )
 PARALLEL_BLOCK = some_layer(
-    "parallel blocks", "parallel", lambda one: one.parallel != "", "model.parallel_block", False
+    "parallel blocks", "parallel", lambda one: one.parallel != "", "model.parallel_block", ""
 )
 
 # ------------------------------------------------------------------------------ fields of a config

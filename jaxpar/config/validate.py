@@ -101,6 +101,7 @@ _BASIC = (
     layers,
 )
 _RULES: tuple[Rule, ...] = (
+    of_components,
     combinations,
     *(remat, saving, guards, profile, sinks, interleaving, automatic, compressed_sums),
     *(experts, layer_kinds, lora, mup, multi_token_prediction),
@@ -108,8 +109,7 @@ _RULES: tuple[Rule, ...] = (
 )
 #: Rules about the flags that describe layers. A composed model's components have rules instead.
 _OF_FLAGS = (latent_attention, rope, model, activation, block, factors, layer_kinds, layer_pattern)
-_OF_COMPONENTS = (of_components, float8_of_components)
-_OF_MESH = (*_OF_COMPONENTS, divisibility, blocks_of_moments, enough_microbatches)
+_OF_MESH = (float8_of_components, divisibility, blocks_of_moments, enough_microbatches)
 
 
 def resolve(cfg: Config, num_devices: int, *, explain: bool = True) -> Config:
@@ -144,7 +144,7 @@ def _resolved(cfg: Config, num_devices: int) -> Config:
     cfg = fill_steps(fill_batch(cfg))
     _each_rule(cfg)
     cfg = fill_microbatches(fill_data_axis(fill_deterministic(cfg), num_devices))
-    collected(_OF_MESH, cfg)
+    _of_mesh(cfg)
     sizes_of_steps(cfg, _every_rule)
     cfg = fill_shares(cfg)
     return cast_once(cfg)
@@ -154,9 +154,9 @@ def _checked(cfg: Config, _: int) -> Config:
     cfg = fill_batch(cfg)
     _each_rule(fill_steps(cfg))
     if cfg.train.micro_batch_size:  # the devices decide the number of microbatches
-        collected(_OF_COMPONENTS, cfg)
+        collected((float8_of_components,), cfg)
         return cfg
-    collected(_OF_MESH, cfg)
+    _of_mesh(cfg)
     if not cfg.parallel.auto:  # otherwise the planner does
         sizes_of_steps(cfg, _every_rule)
     return cfg
@@ -164,7 +164,12 @@ def _checked(cfg: Config, _: int) -> Config:
 
 def _every_rule(cfg: Config) -> None:
     _each_rule(cfg)
-    collected(_OF_MESH, cfg)
+    _of_mesh(cfg)
+
+
+def _of_mesh(cfg: Config) -> None:
+    for stage in ((of_components,), _OF_MESH):  # a size of components often breaks both
+        collected(stage, cfg)
 
 
 def _each_rule(cfg: Config) -> None:

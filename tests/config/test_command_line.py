@@ -1,6 +1,5 @@
 """The command line: what it takes, what it refuses and how, and that it touches nothing first."""
 
-import dataclasses
 import json
 import operator
 import os
@@ -18,7 +17,6 @@ from jaxpar import commands
 from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, MupConfig, RopeScaling, flag, replace, value_of
 from jaxpar.config.command_line import known_configs, load_config
-from jaxpar.config.layers import with_value as with_field_of_layers
 from jaxpar.config.serialize import from_json
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime import program as cli
@@ -258,19 +256,11 @@ VALUES = [
 @pytest.mark.parametrize(("path", "text", "value"), VALUES)
 @pytest.mark.parametrize("name", ["quickstart", "llama_1b"])  # RoPE scaling: None, and set
 def test_a_value_takes_the_type_of_its_field(name, path, text, value):
-    wanted = with_value(load_config(name), path, value)
+    wanted = replace(load_config(name), **{path: value})
     found = read(name, flag(path), text)
     assert found == read(name, f"{flag(path)}={text}") == wanted
     assert read(name, *shlex.split(flag(path, value))) == wanted  # as a shell reads it
     assert type(value_at(found, path)) is type(value)
-
-
-def with_value(cfg: Config, path: str, value: Any) -> Config:
-    """A config with another value of a field, or of one of its layers."""
-    if not path.startswith("model.layers."):
-        return replace(cfg, **{path: value})
-    layers = with_field_of_layers(cfg.model.layers, path, value)
-    return dataclasses.replace(cfg, model=cfg.model.with_layers(layers))
 
 
 def value_at(cfg: Config, path: str) -> Any:
@@ -311,8 +301,8 @@ def test_print_config_shows_what_was_asked_for(capsys):
         read("quickstart", *args)
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    wanted = with_value(load_config("quickstart"), factor, 4.0)
-    assert from_json(text) == replace(wanted, **{"train.num_steps": 100})
+    wanted = {"train.num_steps": 100, factor: 4.0}
+    assert from_json(text) == replace(load_config("quickstart"), **wanted)
     assert json.loads(text)["train"]["num_steps"] == 100
 
 

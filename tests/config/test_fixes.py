@@ -8,7 +8,6 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any
 
 import pytest
 
@@ -61,7 +60,6 @@ FLAGS = {
 SCALING = "model.layers.mixer.rope.scaling"
 
 CASES = {
-    # A model of flags has no name.
     "adapters and modules": ("llama_1b_lora_chat", {"model.mtp_depth": 1}),
     "adapters on experts": ("deepseek_v2_lite", {"lora.rank": 4, "lora.targets": "gate_proj"}),
     "adapters on what is not there": ("kimi_k2", {"lora.rank": 4, "lora.targets": "x,down_proj"}),
@@ -105,16 +103,10 @@ def config_of(name: str) -> Config:
     return FLAGS[name] if name in FLAGS else load_config(name)
 
 
-def with_fields(cfg: Config, fields: dict[str, Any]) -> Config:
-    """A config with other values of fields, those of layers by their addresses."""
-    words = [word for path, value in fields.items() for word in (flag(path), str(value))]
-    return parse_overrides(cfg, words)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_first_fixes_end(case):
     name, fields = CASES[case]
-    assert follow(with_fields(config_of(name), fields))
+    assert follow(replace(config_of(name), **fields))
 
 
 def test_first_fixes_end_for_a_recurrent_last_layer():

@@ -1,6 +1,7 @@
 """Rules about composed models, `model.layers`, on a mesh."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from itertools import groupby
@@ -8,11 +9,11 @@ from typing import Any, cast
 
 from jaxpar.components.axes import RULES
 from jaxpar.components.component import Term
-from jaxpar.components.dims import Dim, dims_of, numbers
+from jaxpar.components.dims import Dim, DimRule, dims_of, numbers
 from jaxpar.components.experts import Experts
 from jaxpar.components.model import Model, repetition
 from jaxpar.components.recurrent import GatedDeltaNet, Recurrent
-from jaxpar.config import Config, ConfigError, default_of, flag, require
+from jaxpar.config import Config, ConfigError, ParallelConfig, default_of, flag, require
 from jaxpar.config.fields import refused
 from jaxpar.config.layers import BESIDE, addressed, summary
 from jaxpar.config.layout.composition import model_of
@@ -28,15 +29,19 @@ def of_components(cfg: Config) -> list[ConfigError]:
         return []
     # `parallel.data` counts once it is known.
     p = dataclasses.replace(cfg.parallel, data=max(cfg.parallel.data, 1))
-    found, of_mesh = list[ConfigError](), False
-    for rule in model_of(cfg.model).rules(p):
-        is_of_mesh = "parallel." in rule.rule
-        if not rule.ok and not (is_of_mesh and of_mesh):
-            of_mesh = of_mesh or is_of_mesh
-            path = _path(rule.field)
-            ways = (flag(_path(one), value) for one, value in rule.fixes)
-            found.append(refused(path, _value(cfg, path), rule.rule, *ways))
+    found = []
+    for rule in _broken(cfg.model, p):
+        path = _path(rule.field)
+        ways = (flag(_path(one), value) for one, value in rule.fixes)
+        found.append(refused(path, _value(cfg, path), rule.rule, *ways))
     return found
+
+
+@functools.lru_cache(maxsize=128)
+def _broken(m: ModelConfig, parallel: ParallelConfig) -> tuple[DimRule, ...]:
+    broken = [rule for rule in model_of(m).rules(parallel) if not rule.ok]
+    of_mesh = [rule for rule in broken if "parallel." in rule.rule]
+    return tuple(rule for rule in broken if rule not in of_mesh[1:])
 
 
 def _path(field: str) -> str:

@@ -3,6 +3,7 @@
 A layout is the mesh and the fields of `parallel` that depend on it.
 """
 
+from jaxpar.components.model import repetition
 from jaxpar.config import Config, flag, require, value_of
 from jaxpar.config.layout.fields import ALL, FIELDS, names_of
 from jaxpar.config.layout.layer_split import (
@@ -49,7 +50,9 @@ def layers(cfg: Config) -> None:
         rule += f" except the last, since {_period_in_words(cfg)}"
     if dense:
         rule += f", and the {dense} before those that repeat"
-    require(m.num_layers >= least, cfg, path, rule, flag(path, least))
+    first, each = repetition(m.layers) if m.layers else (0, 1)
+    fits = first + -(-(least - first) // each) * each
+    require(m.num_layers >= least, cfg, path, rule, flag(path, fits))
     if not p.layers_per_stage:
         return
     sizes, way = layers_per_chunk(cfg), flag(FIELD, in_words(even_split(m, p)))
