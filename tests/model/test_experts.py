@@ -32,9 +32,7 @@ def test_a_token_takes_its_likeliest_experts():
 
 
 def test_experts_not_taken_do_not_count_as_flops():
-    mixtral = replace(
-        load_config("mixtral_8x7b"), **{"model.layers.mixer.window": None}
-    ).model
+    mixtral = replace(load_config("mixtral_8x7b"), **{"model.layers.mixer.window": None}).model
     assert flops.num_params(mixtral) == pytest.approx(46.7e9, rel=1e-3)  # Mixtral 8x7B's
     assert flops.num_matmul_params(mixtral) == pytest.approx(12.9e9 - 32000 * 4096, rel=5e-3)
 
