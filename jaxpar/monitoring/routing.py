@@ -125,12 +125,13 @@ def _check_fits(option: str, path: str, experts: np.ndarray, of: int, cfg: Confi
     # A model without experts differs in their number alone.
     per_token = of_layers[0].experts_per_token if of_layers else k
     dense = m.num_layers - (len(of_layers) or layers)
+    at = "model.*.feed_forward" if m.layers else "model"
     fields = {
         "train.global_batch_size": cfg.train.global_batch_size,
         "data.seq_len": cfg.data.seq_len,
         "model.num_layers": m.num_layers,
-        "model.experts_per_token": per_token,
-        "model.num_experts": num_experts(model_of(m)),
+        f"{at}.experts_per_token": per_token,
+        f"{at}.num_experts": num_experts(model_of(m)),
     }
     recorded = dict(zip(fields, (B, T, layers + dense, k, of), strict=True))
     wrong = [name for name in fields if fields[name] != recorded[name]]
@@ -138,7 +139,9 @@ def _check_fits(option: str, path: str, experts: np.ndarray, of: int, cfg: Confi
         here = ", ".join(f"{name} {recorded[name]}" for name in wrong)
         there = ", ".join(f"{fields[name]}" for name in wrong)
         flags = " ".join(f"--{name.replace('_', '-')} {recorded[name]}" for name in wrong)
-        raise ConfigError(option, path, f"was recorded with {here}, not {there}", f"use {flags}")
+        # Layers without experts have no field that could be set.
+        fix = f"use {flags}" if of_layers or not m.layers else f"use a model with {of} experts"
+        raise ConfigError(option, path, f"was recorded with {here}, not {there}", fix)
     if int(experts.max()) >= of:
         rule = f"has expert {int(experts.max())}, but was recorded with {of} experts"
         raise ConfigError(option, path, rule, "use another file: this one is damaged")

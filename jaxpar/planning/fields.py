@@ -77,7 +77,7 @@ def _check_experts(cfg: Config, pair: str, size: int) -> None:
     """Check that an expert axis splits the experts equally, if the model has any."""
     experts = num_experts(model_of(cfg.model))
     if experts % size:
-        rule = f"must divide model.num_experts = {experts}: devices get equal numbers of experts"
+        rule = f"must divide the {experts} experts of a layer: devices get equal numbers"
         fits = largest_divisor(experts, min(size, experts))
         raise ConfigError("--fix", pair, f"expert {rule}", f"use --fix expert={fits}")
 

@@ -1,12 +1,16 @@
 """What a run asks the planner at its start: whether it fits, its forecast, hints about sizes."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxpar.config import Config, ConfigError, flag, value_of
+from jaxpar.components.dims import dims_of, numbers, ways_of
+from jaxpar.config import Config, ConfigError, flag
+from jaxpar.config.layout.composition import model_of
+from jaxpar.config.layout.expert_placement import spreads_experts
 from jaxpar.config.lists.step_sizes import config_of, step_sizes
 from jaxpar.kernels.platform import Platform
 from jaxpar.model.flops import num_params
@@ -153,13 +157,6 @@ def forecast_here(cfg: Config) -> Forecast | None:
 #: Bytes of which a row must be a multiple, and of which a hint's example is one.
 NEEDED_BYTES, FASTEST_BYTES = 16, 128
 
-#: The dimensions of matrix products, and the axes that shard them.
-MATMUL_SIZES = {
-    "model.d_model": (),
-    "model.d_ff": ("tensor",),
-    "model.vocab_size": ("tensor", "pipeline"),
-}
-
 
 def alignment_hints(cfg: Config) -> list[str]:
     """Return a line for each size whose shard on a device is no multiple of 16 bytes.
@@ -168,14 +165,27 @@ def alignment_hints(cfg: Config) -> list[str]:
     """
     width = 1 if cfg.compute.matmul_dtype == "float8" else jnp.dtype(cfg.compute.dtype).itemsize
     needed, fastest = NEEDED_BYTES // width, FASTEST_BYTES // width
-    hints = []
-    for path, axes in MATMUL_SIZES.items():
-        size, ways = value_of(cfg, path), 1
-        for axis in axes:
-            ways *= getattr(cfg.parallel, axis)
-        if size // ways % needed:
-            good = -(-size // (fastest * ways)) * fastest * ways
+    hints: dict[str, str] = {}
+    for path, value, size, ways in _matmul_sizes(cfg):
+        if size // ways % needed and path not in hints:
+            good = -(-value // (fastest * ways)) * fastest * ways
             each = f", {size // ways:,} on a device" if ways > 1 else ""
             faster = f"multiples of {needed} are faster on GPUs, such as {good:,}"
-            hints.append(f"{path} = {size:,}{each}: {faster}")
-    return hints
+            hints[path] = f"{path} = {value:,}{each}: {faster}"
+    return list(hints.values())
+
+
+def _matmul_sizes(cfg: Config) -> Iterator[tuple[str, int, int, int]]:
+    """Yield the address and value of a field, a dim of matrices that it makes, and over how many
+    devices that is split: the widths of the model and of its feed-forwards."""
+    model, p = model_of(cfg.model), cfg.parallel
+    yield "model.d_model", model.d_model, model.d_model, 1
+    yield "model.vocab_size", model.vocab_size, model.vocab_size, p.tensor * p.pipeline
+    for layer in dict.fromkeys(model.layers):
+        if (term := layer.feed_forward) is None:
+            continue
+        values = dict(numbers(term))
+        for dim in dims_of(term, model, is_spread=spreads_experts(p)):
+            if dim.fields and dim.axis in ("mlp", "whole_mlp"):
+                path, ways = dim.fields[0], ways_of(dim.axis, p)
+                yield f"model.{layer.name}.feed_forward.{path}", values[path], dim.size, ways

@@ -5,20 +5,36 @@ import io
 import numpy as np
 import pytest
 
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import (
+    Attention,
+    Config,
+    ConfigError,
+    DataConfig,
+    Experts,
+    Glu,
+    Layer,
+    Model,
+    RunConfig,
+    TrainConfig,
+    replace,
+)
 from jaxpar.monitoring.routing import RoutingWriter, file_of, read_routing
 from jaxpar.parallel.context import token_order
 
-CFG = replace(
-    Config(),
-    **{
-        "model.num_experts": 4,
-        "model.num_layers": 3,
-        "model.dense_layers": 1,
-        "data.seq_len": 8,
-        "train.global_batch_size": 2,
-        "run.record_routing": "3, 7",
-    },
+ATTENTION = Attention(num_heads=4, num_kv_heads=4, head_dim=8)
+DENSE = Layer("dense", ATTENTION, Glu(32))
+ROUTED = Layer("moe", ATTENTION, Experts(expert=Glu(8), num_experts=4, experts_per_token=2))
+
+
+def of(*layers: Layer) -> dict[str, Model]:
+    return {"model": Model(d_model=32, vocab_size=64, layers=layers)}
+
+
+CFG = Config(
+    **of(DENSE, ROUTED, ROUTED),
+    data=DataConfig(path="data/stdlib", seq_len=8),
+    train=TrainConfig(num_steps=10, global_batch_size=2),
+    run=RunConfig(record_routing="3, 7"),
 )
 EXPERTS = np.random.default_rng(0).integers(0, 4, (2, 8, 2, 2)).astype(np.uint8)
 
@@ -52,11 +68,25 @@ def test_tokens_are_in_the_order_of_the_text(devices, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"model.num_layers": 5}, "with model.num_layers 3, not 5. Fix: use --model.num-layers 3"),
-        ({"model.dense_layers": 0}, "with model.num_layers 2, not 3"),
-        ({"model.num_experts": 8}, "with model.num_experts 4, not 8"),
-        ({"model.num_experts": 0}, "with model.num_experts 4, not 0"),
-        ({"model.experts_per_token": 1}, "with model.experts_per_token 2, not 1"),
+        (of(DENSE, ROUTED, ROUTED, ROUTED), "with model.num_layers 3, not 4"),
+        (
+            of(ROUTED, ROUTED, ROUTED),
+            "with model.num_layers 2, not 3. Fix: use --model.num-layers 2.",
+        ),
+        (
+            {"model.moe.feed_forward.num_experts": 8},
+            "with model.*.feed_forward.num_experts 4, not 8. Fix: use "
+            "--model.*.feed-forward.num-experts 4.",
+        ),
+        (
+            of(*[DENSE] * 3),
+            "with model.*.feed_forward.num_experts 4, not 0. Fix: use a model with 4 experts.",
+        ),
+        (
+            {"model.moe.feed_forward.experts_per_token": 1},
+            "with model.*.feed_forward.experts_per_token 2, not 1. Fix: use "
+            "--model.*.feed-forward.experts-per-token 2.",
+        ),
         ({"data.seq_len": 16}, "with data.seq_len 8, not 16"),
         (
             {"train.global_batch_size": 4, "data.seq_len": 4},

@@ -1,17 +1,21 @@
 """Plans of models with experts: against measured runs, and by what an expert axis changes."""
 
+import dataclasses
 from pathlib import Path
 
 import jax
 import pytest
 
 from jaxpar.commands import call, read
+from jaxpar.components.component import FeedForward
 from jaxpar.components.experts import Experts, experts_in
+from jaxpar.components.feed_forward import Glu
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.command_line import load_config, read_config
 from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.layer_split import layers_per_chunk
 from jaxpar.config.validate import resolve
+from jaxpar.extend import swap
 from jaxpar.planning.command import asked_for
 from jaxpar.planning.layouts import legal_layouts
 from jaxpar.planning.predict import experts, memory
@@ -97,7 +101,7 @@ def test_dense_layers_before_the_stages_are_work_of_the_first():
     one, all_of_them = shard_of(by_branch), shard_of(masked)
     assert (one.layers_in_turn, one.dense_in_turn) == (3, 2)
     assert (all_of_them.layers_in_turn, all_of_them.dense_in_turn) == (3 + 2, 2)
-    routed = replace(by_branch, **{"model.dense_layers": 0, "model.dense_d_ff": None})
+    routed = replace(by_branch, **{"model": of_kinds().model})
     assert one.layers == shard_of(routed).layers == 3
     assert memory_of(by_branch).total > memory_of(routed).total
     assert step_time(masked, cluster(8)).total > step_time(by_branch, cluster(8)).total
@@ -139,8 +143,8 @@ def test_the_saved_gate_and_up_have_the_rows_of_the_buffer():
     rows twice and the weights."""
     cfg = on(8, expert=8, remat="dots")
     rows = experts.buffer_rows(cfg, experts_of(cfg)) / (4 * 4096)
-    others = saved_per_token(replace(cfg, **{"model.num_experts": 0, "parallel.expert": 1}))
-    others -= 4 * 768
+    dense = swap(cfg.model, "layers.feed_forward", Glu, d_ff=768)
+    others = saved_per_token(replace(cfg, **{"model": dense, "parallel.expert": 1})) - 4 * 768
     plan = 4 * (rows + 8 + 3 * 8 * 8)
     assert saved_per_token(cfg) == pytest.approx(others + 4 * 768 * rows + plan)
 
@@ -268,7 +272,8 @@ def test_the_listing_splits_experts_over_divisors_of_both():
     fixed = {"pipeline": 1, "tensor": 1, "sequence": 1, "replica": 1}
     sizes = {c.parallel.expert for c in legal_layouts(QWEN, 8, fixed, coarse=True).configs}
     assert sizes == {1, 2, 4, 8}
-    of_six = replace(QWEN, **{"model.num_experts": 6, "model.experts_per_token": 2})
+    fields = {"num_experts": 6, "experts_per_token": 2}
+    of_six = replace(QWEN, **{f"model.layers.feed_forward.{k}": n for k, n in fields.items()})
     found = legal_layouts(of_six, 8, fixed, coarse=True)
     assert {c.parallel.expert for c in found.configs} == {1, 2} and not found.refused
     dense = replace(load_config("llama3_8b"), **{"parallel.expert": 2})
@@ -287,7 +292,7 @@ def test_both_ways_to_place_experts_are_ranked():
 
 @pytest.mark.parametrize(("size", "fix"), [(3, 2), (48, 32), (256, 128)])
 def test_a_fixed_expert_axis_must_split_the_experts(size, fix):
-    said = rf"'expert={size}': expert must divide model.num_experts = 128.*--fix expert={fix}\."
+    said = rf"'expert={size}': expert must divide the 128 experts.*--fix expert={fix}\."
     with pytest.raises(ConfigError, match=said):
         asked_for(read("plan", ["qwen3_30b_a3b", "--fix", f"expert={size}"]))
     asked = asked_for(read("plan", ["llama3_8b", "--fix", "expert=3"]))
@@ -316,14 +321,20 @@ def test_a_load_that_no_rank_can_have(load):
 # ----------------------------------------------------------------------------- dense first layers
 
 
-DENSE = replace(QWEN, **{"model.num_layers": 6, "model.dense_layers": 2, "model.dense_d_ff": 6144})
+def of_kinds(*feed_forwards: FeedForward) -> Config:
+    """Six of its layers; the first ones with other feed-forwards."""
+    routed = QWEN.model.layers[:6]
+    first = (dataclasses.replace(routed[0], name="dense", feed_forward=f) for f in feed_forwards)
+    layers = (*first, *routed[len(feed_forwards) :])
+    return replace(QWEN, **{"model": QWEN.model.with_layers(layers)})
+
+
+DENSE = of_kinds(*[Glu(6144)] * 2)
 
 
 def of_all_kinds() -> tuple[Config, Config, Config]:
     """Six layers: the first two dense; all of them with experts; all dense."""
-    mixed = on(8, DENSE)
-    routed = replace(mixed, **{"model.dense_layers": 0, "model.dense_d_ff": None})
-    dense = replace(routed, **{"model.num_experts": 0, "model.d_ff": 6144})
+    mixed, routed, dense = (on(8, of_kinds(*[Glu(6144)] * n)) for n in (2, 0, 6))
     return mixed, routed, dense
 
 
@@ -351,7 +362,8 @@ def test_policies_of_layers_are_those_of_their_kind():
 
 
 def test_shared_experts_are_a_dense_layer_beside_the_routed_ones():
-    plain, shared = (on(8, replace(QWEN, **{"model.num_shared_experts": n})) for n in (0, 1))
+    path = "model.layers.feed_forward.num_shared_experts"
+    plain, shared = (on(8, replace(QWEN, **{path: n})) for n in (0, 1))
     more = layer_seconds(shared, shard_of(shared), H200).matmul
     more -= layer_seconds(plain, shard_of(plain), H200).matmul
     assert more == pytest.approx(9 * 2 * 16384 * 2048 * 768 / 698e12, rel=0.05)

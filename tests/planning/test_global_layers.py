@@ -63,7 +63,7 @@ def test_the_planner_knows_both_shapes():
     assert of_global.matmuls(model, 1)["qkv"][0].out == (32 + 4) * 512
     assert local.matmuls(model, 1)["qkv"][0].out == (32 + 16 + 16) * 256
     assert attention_runs_on_reference(cfg, H200)  # heads of 512
-    narrow = replace(cfg, **{"model.global_head_dim": 256})
+    narrow = replace(cfg, **{"model.global_layers.mixer.head_dim": 256})
     assert not attention_runs_on_reference(narrow, H200)
 
 

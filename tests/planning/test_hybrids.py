@@ -1,9 +1,11 @@
 """Plans of models with layers of several kinds, and their FLOPs."""
 
+import dataclasses
+
 import pytest
 
 from jaxpar.components.costs import Projection
-from jaxpar.components.recurrent import Recurrent
+from jaxpar.components.recurrent import GatedDeltaNet, Recurrent
 from jaxpar.config import Config, replace
 from jaxpar.config.command_line import load_config
 from jaxpar.config.layout.composition import model_of
@@ -65,13 +67,15 @@ def test_layers_without_attention_save_none_of_its_values():
 def test_decays_of_channels_need_more_memory_and_have_no_kernels():
     """XLA's plans on a CPU, of chunks of 64 and heads of 128: 13.4 and 17.6 KB a token and head."""
     cfg = load_config("kimi_linear_48b_a3b")
-    by_channel, of_head = (
-        recurrent(replace(cfg, **{"model.layer_pattern": kind})).backward_bytes(1, by_kernels=False)
-        for kind in "KG"
-    )
-    assert 1.25 < by_channel / of_head < 1.4
+    by_channel = recurrent(cfg)
+    sizes = {"key_head_dim": 128, "value_head_dim": 128}
+    of_head = GatedDeltaNet(num_key_heads=32, num_value_heads=32, **sizes)
+    needed = [m.backward_bytes(1, by_kernels=False) for m in (by_channel, of_head)]
+    assert 1.25 < needed[0] / needed[1] < 1.4
     hopper = Platform("gpu", "NVIDIA H200", "9.0")
-    mixed = replace(cfg, **{"model.layer_pattern": "KG*"})
+    first, *others = cfg.model.layers
+    delta = dataclasses.replace(first, name="delta", mixer=of_head)
+    mixed = replace(cfg, **{"model": cfg.model.with_layers([delta, *others])})
     assert with_backend(mixed, hopper).compute.recurrent_backend == "reference"
     assert with_backend(cfg, hopper).compute.recurrent_backend == "reference"
 

@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from jaxpar.components.component import Mixer
+from jaxpar.components.experts import experts_in
+from jaxpar.components.latent_attention import LatentAttention
 from jaxpar.components.model import Model
 from jaxpar.config import ModelConfig, command_line, replace
 from jaxpar.config.layout.composition import model_of
@@ -18,7 +19,7 @@ from jaxpar.planning.predict.shard import shard_of
 NAMES = ("deepseek_v2_lite", "deepseek_v3")
 
 
-def attention_of(m: ModelConfig) -> tuple[Mixer, Model]:
+def attention_of(m: ModelConfig) -> tuple[LatentAttention, Model]:
     """The mixer of a model's layers, and the model."""
     model = model_of(m)
     (mixer,) = {layer.mixer for layer in model.layers}
@@ -36,11 +37,13 @@ def config(name: str, **fields):
 def test_every_parameter_is_in_a_layer_or_a_table(name):
     cfg = config(name, **{"model.mtp_depth": 1})
     m, shard = cfg.model, shard_of(cfg)
+    mixer, of_experts = attention_of(m)[0], experts_in(model_of(m))
     assert shard.stack.everything + 2 * shard.table + m.d_model == flops.num_params(m)
     gains = shard.stack.everything - shard.stack.matrices
-    latents = m.kv_lora_rank + (m.q_lora_rank or 0)
+    latents = mixer.kv_lora_rank + (mixer.q_lora_rank or 0)
     norms = (2 * m.d_model + latents) * (m.num_layers + 1) + 3 * m.d_model
-    biases = m.num_experts * (m.num_layers - m.dense_layers + 1) * m.router_bias
+    bias = of_experts[0].num_experts * of_experts[0].router.balancing_bias
+    biases = bias * (len(of_experts) + 1)  # the module's too
     assert gains == norms + biases
 
 
@@ -50,8 +53,8 @@ def test_attention_has_the_flops_of_its_parameters(name):
     mixer, model = attention_of(m)
     sites = [site for of in mixer.matmuls(model, 1).values() for site in of]
     counted = sum(site.times * site.inner * site.out for site in sites)
-    D, H, K, C, R, I = m.d_model, m.num_heads, m.head_dim, m.kv_lora_rank, 64, m.v_head_dim  # noqa: E741
-    query = D * 1536 + 1536 * H * K if m.q_lora_rank else D * H * K
+    D, H, K, C, R, I = m.d_model, mixer.num_heads, 192, mixer.kv_lora_rank, 64, mixer.v_head_dim  # noqa: E741
+    query = D * 1536 + 1536 * H * K if mixer.q_lora_rank else D * H * K
     assert counted == query + D * (C + R) + C * H * (K - R + I) + H * I * D
     assert mixer.pair_flops() == 2 * H * (192 + 128)
     every = flops.train_flops_per_token(m, 4096) - flops.train_flops_per_token(m, 2048)
@@ -85,6 +88,7 @@ def test_a_module_costs_a_layer_and_a_head():
     assert memory_of(cfg).total > memory_of(plain).total
     m, more = plain.model, cfg.model
     added = flops.num_matmul_params(more) - flops.num_matmul_params(m)
-    unused = (m.num_experts - m.experts_per_token) * 3 * m.d_model * m.d_ff
+    one = experts_in(model_of(m))[0]
+    unused = (one.num_experts - one.experts_per_token) * 3 * m.d_model * one.expert.d_ff
     own = flops.num_params(more) - flops.num_params(m)
     assert added == own - unused + m.vocab_size * m.d_model

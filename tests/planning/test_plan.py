@@ -95,12 +95,13 @@ def test_what_is_printed_works_as_written(capsys, tmp_path, monkeypatch):
     new.parent.mkdir()
     own.write_text((CONFIGS / "quickstart.py").read_text())
     words = ("--gpus", "1", "--quick", "--fix", "remat=attn_out,attn_lse,gate_up", "--json")
-    scaled = ("--model.rope-scaling.factor", "8", "--model.sliding-window", "64")
+    scaled = ("--model.*.mixer.rope.scaling.factor", "8", "--model.layers.mixer.window", "64")
     found = json.loads(run(capsys, str(own), *words, *scaled, "--write", str(new)))
     _, _, _, name, *rest = shlex.split(found["command"])
     cfg = parse_overrides(load_config(name), rest)
     assert cfg.parallel.remat == "attn_out,attn_lse,gate_up"
-    assert cfg.model.rope_scaling == RopeScaling() and cfg.model.sliding_window == 64
+    mixers = {layer.mixer for layer in cfg.model.layers}
+    assert {(one.rope.scaling, one.window) for one in mixers} == {(RopeScaling(), 64)}
     monkeypatch.chdir("there")
     assert load_config("the first.py") == cfg
 

@@ -52,7 +52,8 @@ def test_weights_and_batch(zero, pipeline, teacher):
 
 def test_its_forward_pass_may_be_the_peak(teacher):
     """A student with little to train: weights that ZeRO-1 gathers, and a chunk of logits."""
-    small = {"model.num_layers": 1, "model.d_model": 256, "model.d_ff": 512, "parallel.zero": 1}
+    small = {"model.num_layers": 1, "model.d_model": 256, "parallel.zero": 1}
+    small |= {"model.layers.feed_forward.d_ff": 512}
     memory = memory_of(student(**small, **{"distill.teacher": str(teacher)}))
     params = num_params(load_config("llama3_8b").model)
     assert memory.moment == "teacher" and memory.gradients == 0
@@ -77,7 +78,8 @@ def test_its_time(teacher):
 def test_layouts_that_do_not_divide_it_are_refused(teacher):
     """A student of 16 KV heads and a teacher of 8, over 16 ranks."""
     cfg = replace(
-        load_config("llama_1b"), **{"distill.teacher": str(teacher), "model.num_kv_heads": 16}
+        load_config("llama_1b"),
+        **{"distill.teacher": str(teacher), "model.layers.mixer.num_kv_heads": 16},
     )
     found = make_plan(cfg, Cluster(GPUS["h200"], NETWORKS["ib400"], 16, 8), {"tensor": 16})
     said = [str(error) for error in found.examples.values()]

@@ -55,7 +55,7 @@ def test_predicted_memory_is_within_its_bound_of_xlas_plans():
 @pytest.mark.parametrize(("remat", "passes"), [("none", 1), ("attn_out", 1), ("full", 2)])
 def test_sinks_read_and_write_attentions_output(remat, passes):
     plain = on(4, remat=remat)
-    sinks = replace(plain, **{"model.attention_sinks": True})
+    sinks = replace(plain, **{"model.layers.mixer.sinks": True})
     more = layer_seconds(sinks, shard_of(sinks), H200).elementwise
     more -= layer_seconds(plain, shard_of(plain), H200).elementwise
     moved = shard_of(plain).tokens * 2 * 2 * 32 * 128
@@ -217,7 +217,7 @@ def test_remat_repeats_what_it_does_not_save():
 
 def test_a_window_is_attended_to_in_part():
     whole, local = (
-        model_of(replace(on(8), **{"model.sliding_window": n}).model).layers[0].mixer
+        model_of(replace(on(8), **{"model.layers.mixer.window": n}).model).layers[0].mixer
         for n in (None, 1024)
     )
     assert whole.num_pairs(8192) == 8192**2 / 2

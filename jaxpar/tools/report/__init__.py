@@ -1,6 +1,7 @@
 """Writes a report of one or more runs: a single self-contained HTML file."""
 
 MAY_IMPORT = (
+    "components",
     "config",
     "runtime",
     "monitoring",

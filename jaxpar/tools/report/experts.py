@@ -3,15 +3,15 @@
 from collections.abc import Callable, Sequence
 from xml.etree.ElementTree import Element
 
+from jaxpar.components.experts import Experts
+from jaxpar.config import ConfigError
+from jaxpar.config.layers import from_values
 from jaxpar.tools.report.drawing import BOUNDS, HeatMap, Scale, heat_map, short
 from jaxpar.tools.report.elements import e, table
 from jaxpar.tools.report.runs import Loads, RunRead
 
 #: Most layers of which a description tells.
 MAX_TOLD = 12
-
-#: Most layers of a model. A config that was damaged may say more, which no axis could show.
-MOST_LAYERS = 10_000
 
 type Draw = Callable[[RunRead, Loads], Element]
 
@@ -91,8 +91,11 @@ def _with_experts(runs: Sequence[RunRead]) -> list[tuple[RunRead, Loads]]:
 def _first_layer(run: RunRead) -> int:
     """Return the number of the first layer with experts; 0 if the run's config gives none.
 
-    With experts in every Nth layer, layers are numbered among those with experts, from 0.
+    If there are others between those with experts, layers are numbered among these, from 0.
     """
-    model = run.config.get("model", {})
-    dense = model.get("dense_layers", 0) if model.get("moe_every", 1) == 1 else 0
-    return dense if isinstance(dense, int) and 0 <= dense < MOST_LAYERS else 0
+    try:
+        layers = from_values(run.config.get("model", {}).get("layers", ()))
+    except (ConfigError, TypeError):  # TypeError: a component without its required fields
+        return 0
+    places = [i for i, layer in enumerate(layers) if isinstance(layer.feed_forward, Experts)]
+    return places[0] if places and places[-1] - places[0] < len(places) else 0

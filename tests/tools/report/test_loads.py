@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from jaxpar.config import Attention, Experts, Glu, Layer, Model
 from jaxpar.monitoring.routing import LOADS_FILE
 from jaxpar.tools.report import experts
 from jaxpar.tools.report.runs import MAX_COLUMNS, read_loads, read_run
@@ -57,12 +58,19 @@ def test_a_layer_without_tokens_is_drawn(tmp_path):
     np.testing.assert_array_equal(read_loads(tmp_path).last, [[0, 0]])
 
 
+ATTENTION = Attention(num_heads=4, num_kv_heads=4, head_dim=8)
+EXPERTS = Experts(expert=Glu(8), num_experts=2, experts_per_token=1)
+DENSE, ROUTED = Layer("dense", ATTENTION, Glu(32)), Layer("routed", ATTENTION, EXPERTS)
+
+
+def composed(*layers: Layer) -> dict:
+    return {"model": Model(d_model=32, vocab_size=64, layers=layers)}
+
+
 def test_figures_of_runs_with_experts(tmp_path):
-    dense, sparse = (write_run(tmp_path / name) for name in ("dense", "sparse"))
+    dense = write_run(tmp_path / "dense")
+    sparse = write_run(tmp_path / "sparse", **composed(*[DENSE] * 3, *[ROUTED] * 2))
     assert experts.loads([read_run(str(dense))]) is None
-    config = json.loads((sparse / "config.json").read_text())
-    config["model"]["dense_layers"] = 3
-    (sparse / "config.json").write_text(json.dumps(config))
     write_loads(sparse, range(20, 201, 20))
     runs = [read_run(str(dense)), read_run(str(sparse))]
     for figure in (experts.loads(runs), experts.over_time(runs)):
@@ -73,11 +81,27 @@ def test_figures_of_runs_with_experts(tmp_path):
     assert rows[1] == [str(sparse), "3", "1", "1.5", "0", "0.5", "0"]
 
 
-@pytest.mark.parametrize("dense", [2**62, -(2**62), -1, "3", None])
-def test_a_damaged_count_of_dense_layers_is_no_axis(tmp_path, dense):
+def test_layers_with_others_between_them_are_numbered_among_themselves(tmp_path):
+    run = write_run(tmp_path / "run", **composed(DENSE, ROUTED, DENSE, ROUTED))
+    write_loads(run, range(20, 201, 20))
+    assert next(experts.loads([read_run(str(run))]).iter("td")).text == "0"
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        3,
+        None,
+        {"distinct": [{"name": "x", "mixer": None}], "order": [2**62]},
+        {"distinct": [{"name": "x", "feed_forward": {"class": "Experts"}}], "order": [0]},
+        {"distinct": ["x"], "order": [0]},
+        {"distinct": [{"name": "x", "experts": 3}], "order": [0]},
+    ],
+)
+def test_damaged_layers_are_no_axis(tmp_path, layers):
     run = write_run(tmp_path / "run")
     config = json.loads((run / "config.json").read_text())
-    config["model"]["dense_layers"] = dense
+    config["model"]["layers"] = layers
     (run / "config.json").write_text(json.dumps(config))
     write_loads(run, range(20, 201, 20))
     for draw in (experts.loads, experts.over_time):
