@@ -1,5 +1,6 @@
 """Loads a checkpoint onto any mesh, if the run may resume from it; verifies fingerprints."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
