@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxpar.components.model import in_words, repetition, with_length
 from jaxpar.config.errors import ConfigError
-from jaxpar.config.fields import flag
+from jaxpar.config.fields import flag, value_of
 from jaxpar.config.layers import BESIDE, addressed, all_paths, type_at, with_value
 from jaxpar.config.rules.type_check import describe, fits
 from jaxpar.config.schema import Config
@@ -66,6 +66,39 @@ def unknown_address(cfg: Config, path: str, text: str) -> ConfigError:
     near = difflib.get_close_matches(path, every, n=2, cutoff=0.6) or [every[0]]
     ways = ", or ".join(flag(one, text) for one in near)
     return ConfigError(path, text, "is not a field of the model's layers", f"use {ways}")
+
+
+def value_at(cfg: Config, path: str) -> Any:
+    """Return the value of a field; of an address with a star, that of the first field."""
+    if not addresses_layers(cfg, path) or path == _LENGTH:
+        return value_of(cfg, path)
+    return next(value for _, value in addressed(cfg.model.layers, path.split(".")[1:]))
+
+
+def describes_layers(path: str) -> bool:
+    """Return whether a path is of `model`, and not beside the layers of a composed model."""
+    section, _, rest = path.partition(".")
+    return section == "model" and rest.partition(".")[0] not in {*BESIDE} - {"layers", "num_layers"}
+
+
+def changes_of_layers(base: Config, chosen: Config) -> dict[str, Any]:
+    """Return the fields of a composed model's layers that differ from those of `base`, by address.
+
+    Args:     base, chosen: their layers have the same names and components.
+    """
+    layers, found = base.model.layers, dict[str, Any]()
+    if len(layers) != len(chosen.model.layers):
+        found[_LENGTH] = len(chosen.model.layers)
+        layers = with_length(layers, found[_LENGTH])
+    for path in all_paths(chosen.model.layers):
+        keys = path.split(".")[1:]
+        ((_, before),) = addressed(layers, keys)
+        ((_, now),) = addressed(chosen.model.layers, keys)
+        # Of a section that is None in `base`, fields with defaults too: any one of them sets it.
+        is_new = len(keys) > 2 and next(addressed(layers, keys[:-1]))[1] is None
+        if before != now or is_new:
+            found[path] = now
+    return found
 
 
 def _of_length(cfg: Config, length: Any) -> Config:

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxpar.components.experts import num_experts
 from jaxpar.config import Config, ConfigError, flag, replace, value_of
+from jaxpar.config.addresses import changes_of_layers, describes_layers
 from jaxpar.config.config_file import known_configs
 from jaxpar.config.fields import leaf_paths
 from jaxpar.config.layout import fields as layout_fields
@@ -91,8 +92,11 @@ def changes(base: Config, chosen: Config) -> dict[str, Any]:
     If a section is None only in `base`, the result has all its fields. If it is None only in
     `chosen`, the result has the section itself.
     """
-    found: dict[str, Any] = {}
+    composed = bool(base.model.layers)
+    found = changes_of_layers(base, chosen) if composed else {}
     for path in leaf_paths():
+        if composed and describes_layers(path):
+            continue
         section = path.rpartition(".")[0]
         before, after = value_of(base, section), value_of(chosen, section)
         if after is None and before is not None:

@@ -114,6 +114,24 @@ def test_a_section_that_is_turned_off_stays_so():
     assert parse_overrides(on, rest) == Config()
 
 
+def test_changes_of_a_composed_model_are_by_address():
+    """Also a section that begins or ends, with its defaults alone, and a number of layers."""
+    plain = load_config("quickstart")
+    one = "model.layers.mixer.rope.scaling"
+    scaled = replace(plain, **{"model.num_layers": 2, f"{one}.factor": 8.0})
+    scaled = replace(scaled, **{"model.layers.feed_forward.d_ff": 256, "model.d_model": 64})
+    assert scaled.model.layers[0].mixer.rope.scaling == RopeScaling()
+    for base, chosen in ((plain, scaled), (scaled, plain)):
+        _, _, _, _, *rest = shlex.split(fields.command_line("quickstart", base, chosen))
+        assert parse_overrides(base, rest) == chosen
+    assert fields.changes(scaled, plain) == {
+        "model.num_layers": len(plain.model.layers),
+        one: None,
+        "model.layers.feed_forward.d_ff": plain.model.layers[0].feed_forward.d_ff,
+        "model.d_model": plain.model.d_model,
+    }
+
+
 def test_fewest_gpus(capsys):
     found = json.loads(run(capsys, "llama3_8b", "--min-gpus", "--json"))
     assert found["gpus"] == 2  # 12 bytes for each of 8e9 parameters, and a step

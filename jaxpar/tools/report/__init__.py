@@ -1,7 +1,6 @@
 """Writes a report of one or more runs: a single self-contained HTML file."""
 
 MAY_IMPORT = (
-    "components",
     "config",
     "runtime",
     "monitoring",

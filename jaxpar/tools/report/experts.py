@@ -3,8 +3,7 @@
 from collections.abc import Callable, Sequence
 from xml.etree.ElementTree import Element
 
-from jaxpar.components.experts import Experts
-from jaxpar.config import ConfigError
+from jaxpar.config import ConfigError, Experts
 from jaxpar.config.layers import from_values
 from jaxpar.tools.report.drawing import BOUNDS, HeatMap, Scale, heat_map, short
 from jaxpar.tools.report.elements import e, table

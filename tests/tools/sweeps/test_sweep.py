@@ -154,7 +154,10 @@ def test_a_folder_of_another_sweep_is_refused(swept):
         ),
         ([f"{LR}=1e-3,0.001"], [r"two runs with the folder learning_rate=0\.001"]),
         ([f"train.seed={','.join(map(str, range(MAX_RUNS + 1)))}"], ["has 1,001 points"]),
-        (["model.num_heads=3", "model.d_model=128,130"], [r"model\.num_"]),
+        (
+            ["model.layers.mixer.num_heads=3", "model.d_model=128,130"],
+            [r"model\.layers\.mixer\.num_heads = 3 must be divisible by num_kv"],
+        ),
     ],
 )
 def test_a_bad_grid_is_one_error(grid, told):
@@ -166,10 +169,14 @@ def test_a_bad_grid_is_one_error(grid, told):
 
 
 def test_names_are_folders():
-    grid = ["model.d_ff=256", "data.path=data/a b,c", "model.d_model=128"]
+    grid = ["model.layers.feed_forward.d_ff=256", "data.path=data/a b,c", "model.d_model=128"]
     points = points_of(load_config("quickstart"), grid)
     assert points[0].name == "d_ff=256,path=data_a_b,d_model=128"
-    assert points[1].values == {"model.d_ff": "256", "data.path": "c", "model.d_model": "128"}
+    d_ff = {"model.layers.feed_forward.d_ff": "256"}
+    assert points[1].values == d_ff | {"data.path": "c", "model.d_model": "128"}
+    starred = points_of(load_config("quickstart"), ["model.*.feed-forward.d-ff=256,512"])
+    assert [point.name for point in starred] == ["d_ff=256", "d_ff=512"]
+    assert [point.cfg.model.layers[-1].feed_forward.d_ff for point in starred] == [256, 512]
 
 
 @pytest.mark.parametrize("option", [(), ("--grid",), ("--grid", f"{LR}=1", f"--{LR}=2")])
