@@ -6,10 +6,13 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxpar.config import Config, ConfigError
+from jaxpar.config.addresses import addresses_layers
 from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.fields import default_of, leaf_paths, value_of
+from jaxpar.config.layers import addressed
 from jaxpar.config.validate import check
 
 #: Most runs of a sweep.
@@ -62,7 +65,7 @@ def points_of(base: Config, texts: Sequence[str]) -> list[SweepPoint]:
     Raises:   one ConfigError about everything that is wrong: with the grid, or with the config at
               some of its points.
     """
-    axes, wrong = _axes(texts)
+    axes, wrong = _axes(base, texts)
     count = math.prod(map(len, axes.values()))
     if count > MAX_RUNS:
         wrong.append(f"has {count:,} points, but a sweep has at most {MAX_RUNS:,} runs")
@@ -84,7 +87,7 @@ def shares_program(axes: Sequence[str]) -> bool:
     return set(axes) <= {*SCHEDULE, "train.seed"} and bool(set(axes) & set(SCHEDULE))
 
 
-def _axes(texts: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
+def _axes(base: Config, texts: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
     """Return the values of each field, and what is wrong."""
     axes: dict[str, list[str]] = {}
     wrong = []
@@ -93,7 +96,7 @@ def _axes(texts: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
         path, values = name.replace("-", "_"), listed.split(",")
         if not given:
             wrong.append(f"{text!r} is not section.field=value,value")
-        elif path not in leaf_paths():
+        elif path not in leaf_paths() and not addresses_layers(base, path):
             wrong.append(f"{path} is not a field")
         elif path in OF_THE_SWEEP or path.startswith("cluster."):
             wrong.append(f"{path} cannot be swept: it is set for all runs")
@@ -115,8 +118,16 @@ def _point(base: Config, values: dict[str, str]) -> SweepPoint:
     check(cfg)
     leaves = [path.rpartition(".")[2] for path in values]
     short = {p: leaf for p, leaf in zip(values, leaves, strict=True) if leaves.count(leaf) == 1}
-    parts = [f"{short.get(path, path)}={value_of(cfg, path)}" for path in values]
+    parts = [f"{short.get(path, path)}={_value(cfg, path)}" for path in values]
     return SweepPoint(_UNSAFE.sub("_", ",".join(parts))[:MAX_NAME], values, cfg)
+
+
+def _value(cfg: Config, path: str) -> Any:
+    """Return the value of a field, or that of every field that an address names."""
+    if path in leaf_paths():
+        return value_of(cfg, path)
+    _, value = next(addressed(cfg.model.layers, path.split(".")[1:]))
+    return value
 
 
 def _refuse(texts: Sequence[str], wrong: Sequence[str]) -> None:

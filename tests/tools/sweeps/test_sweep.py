@@ -154,7 +154,12 @@ def test_a_folder_of_another_sweep_is_refused(swept):
         ),
         ([f"{LR}=1e-3,0.001"], [r"two runs with the folder learning_rate=0\.001"]),
         ([f"train.seed={','.join(map(str, range(MAX_RUNS + 1)))}"], ["has 1,001 points"]),
-        (["model.num_heads=3", "model.d_model=128,130"], [r"model\.num_"]),
+        (
+            ["model.layers.mixer.num_heads=3", "model.d_model=128,130"],
+            [r"model\.layers\.mixer\.num_"],
+        ),
+        (["model.layers.mixer.heads=3"], [r"mixer\.heads = '3' is not a field of the model's"]),
+        (["model.num_heads=3"], [r"num_heads = '3' describes the layers of a model without"]),
     ],
 )
 def test_a_bad_grid_is_one_error(grid, told):
@@ -165,11 +170,15 @@ def test_a_bad_grid_is_one_error(grid, told):
         assert re.search(text, error.value.rule), (text, error.value.rule)
 
 
-def test_names_are_folders():
-    grid = ["model.d_ff=256", "data.path=data/a b,c", "model.d_model=128"]
+@pytest.mark.parametrize("layer", ["layers", "*"])
+def test_names_are_folders(layer):
+    """Also of a field of the model's layers."""
+    width = f"model.{layer}.feed_forward.d_ff"
+    grid = [f"{width}=256", "data.path=data/a b,c", "model.num-layers=2"]
     points = points_of(load_config("quickstart"), grid)
-    assert points[0].name == "d_ff=256,path=data_a_b,d_model=128"
-    assert points[1].values == {"model.d_ff": "256", "data.path": "c", "model.d_model": "128"}
+    assert points[0].name == "d_ff=256,path=data_a_b,num_layers=2"
+    assert points[1].values == {width: "256", "data.path": "c", "model.num_layers": "2"}
+    assert [one.feed_forward.d_ff for one in points[1].cfg.model.layers] == [256, 256]
 
 
 @pytest.mark.parametrize("option", [(), ("--grid",), ("--grid", f"{LR}=1", f"--{LR}=2")])
