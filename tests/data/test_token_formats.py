@@ -22,7 +22,7 @@ from jaxpar.sharding.mesh import make_mesh
 from tests.data.commands import main
 from tests.data.sequences import cut_sequences
 
-NO_TOKEN = "must be at (least 0|most 2,147,483,647)"
+NO_TOKEN = "must (not be negative|be at most 2,147,483,647)"
 
 #: Two documents, of the tokens 5 6 7 0 and 8 300 0, as Megatron stores them in 16 bits.
 GOLDEN_BIN = bytes.fromhex("0500 0600 0700 0000 0800 2c01 0000")

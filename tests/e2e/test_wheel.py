@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 #: A small model for a few steps.
 SMALL = """--train.num-steps 2 --optimizer.warmup-steps 1 --data.seq-len 64
---train.global-batch-size 4 --model.num-layers 1 --model.d-model 32 --model.d-ff 64
---checkpoint.every 2 --evaluation.every 0""".split()
+--train.global-batch-size 4 --model.num-layers 1 --model.d-model 32
+--model.layers.feed-forward.d-ff 64 --checkpoint.every 2 --evaluation.every 0""".split()
 
 
 @pytest.fixture(scope="module")

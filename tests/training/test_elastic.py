@@ -106,7 +106,8 @@ def test_what_cannot_be_chosen_is_refused(only_devices):
         resolve(replace(Config(), **{"parallel.auto": "tensor,mesh"}), 1)
     with pytest.raises(ConfigError, match=r"parallel.auto = '3 x cpu.*allows no valid mesh"):
         choice(only_devices, 3, **{"parallel.tensor": 2})
-    huge = {"model.d_ff": 1 << 22, "model.num_layers": 64, "model.d_model": 1 << 13}
+    huge = {"model.num_layers": 64, "model.d_model": 1 << 13}
+    huge |= {"model.layers.feed_forward.d_ff": 1 << 22}
     with pytest.raises(ConfigError, match=r"parallel.auto = .*not enough: the smallest layout"):
         choice(only_devices, 2, **huge)
 

@@ -15,8 +15,9 @@ from jaxpar.monitoring.samples import read_samples
 
 #: A small model for a few steps.
 SMALL = """--train.num-steps 6 --optimizer.warmup-steps 1 --train.log-every 2 --data.seq-len 64
---train.global-batch-size 4 --model.num-layers 1 --model.d-model 32 --model.d-ff 64
---checkpoint.every 6 --evaluation.every 6 --evaluation.num-batches 1""".split()
+--train.global-batch-size 4 --model.num-layers 1 --model.d-model 32
+--model.layers.feed-forward.d-ff 64 --checkpoint.every 6 --evaluation.every 6
+--evaluation.num-batches 1""".split()
 
 
 @pytest.fixture
