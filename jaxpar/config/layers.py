@@ -59,6 +59,30 @@ def to_values(layers: Sequence[Layer]) -> Any:
     return {"distinct": list(map(_values, distinct)), "order": [distinct.index(x) for x in layers]}
 
 
+def by_address(values: Any) -> dict[str, Any]:
+    """Return the fields of layers of JSON by address, and the names of the layers in order.
+
+    Values of another form, which a file may have, are the field `model.layers`.
+    """
+    found: dict[str, Any] = {}
+
+    def walk(node: Any, path: str) -> None:
+        if isinstance(node, dict):
+            for key, inner in node.items():
+                walk(inner, f"{path}.{key}")
+        else:
+            found[path] = node
+
+    match values:
+        case {"distinct": list(layers), "order": list(order)} if all(
+            isinstance(layer, dict) and "name" in layer for layer in layers
+        ) and all(isinstance(i, int) and 0 <= i < len(layers) for i in order):
+            for layer in layers:
+                walk({k: v for k, v in layer.items() if k != "name"}, f"model.{layer['name']}")
+            return found | {FIELD: [layers[i]["name"] for i in order]}
+    return {FIELD: values}
+
+
 def _values(node: Any, *, every: bool = False) -> Any:
     """Return a node as JSON's types. Args:     every: also the fields that have their defaults."""
     of = functools.partial(_values, every=every)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.config import ConfigError
+from jaxpar.config.layers import FIELD, by_address
 from jaxpar.runtime.tables import indented
 from jaxpar.tools.profiling.trace.kernels import CLASSES, KINDS
 
@@ -63,6 +64,8 @@ def conditions(card: Card) -> dict[str, str]:
 
 
 def _flat(name: str, value: Any) -> dict[str, str]:
+    if name == f"config.{FIELD}":
+        return {f"config.{path}": str(inner) for path, inner in by_address(value).items()}
     if not isinstance(value, dict):
         return {name: str(value)}
     return {k: v for key in value for k, v in _flat(f"{name}.{key}", value[key]).items()}

@@ -7,6 +7,7 @@ from typing import Any
 from xml.etree.ElementTree import Element
 
 from jaxpar.config import Config, ConfigError
+from jaxpar.config.layers import FIELD, by_address
 from jaxpar.config.values import to_values
 from jaxpar.monitoring import profile_folder
 from jaxpar.runtime.units import duration
@@ -136,6 +137,8 @@ def _changed(config: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    if path == FIELD:
+        return by_address(value)
     if not isinstance(value, dict):
         return {path: value}
     parts = ((f"{path}.{key}" if path else key, inner) for key, inner in value.items())

@@ -15,6 +15,7 @@ from typing import Any
 from xml.etree.ElementTree import Element
 
 from jaxpar.config import ConfigError
+from jaxpar.config.layers import FIELD, by_address
 from jaxpar.config.rules.paths import is_address
 from jaxpar.runtime import tables
 from jaxpar.runtime.stages import stage
@@ -160,7 +161,9 @@ def used_columns(shown: Sequence[Summary]) -> tuple[list[str], list[list[Any]]]:
 
 def _fields(config: dict[str, Any]) -> Iterable[tuple[str, Any]]:
     for section, fields in config.items():
-        yield from ((f"{section}.{name}", value) for name, value in fields.items())
+        for name, value in fields.items():
+            path = f"{section}.{name}"
+            yield from by_address(value).items() if path == FIELD else [(path, value)]
 
 
 def _shown(value: Any) -> str:

@@ -7,8 +7,9 @@ from datetime import datetime
 import pytest
 
 from jaxpar.commands import call
-from jaxpar.config import ConfigError
-from jaxpar.tools.report import listing
+from jaxpar.config import Attention, ConfigError, Glu, Layer, Model
+from jaxpar.config.layers import by_address
+from jaxpar.tools.report import facts, listing
 from jaxpar.tools.report.page import page
 from jaxpar.tools.report.runs import read_run
 from tests.another_user import as_another_user, open_folder
@@ -23,6 +24,36 @@ def folder(tmp_path, monkeypatch):
     write_run(tmp_path / "runs/sweep/b", steps=400, **{"optimizer.learning_rate": 2e-3})
     write_run(tmp_path / "runs/sweep/c", steps=200, **{"model.tie_embeddings": True})
     return tmp_path
+
+
+def test_layers_differ_by_fields(tmp_path):
+    attention = Attention(num_heads=4, num_kv_heads=2, head_dim=32)
+    for width in (64, 96):
+        layers = [Layer("first", attention, Glu(32)), Layer("block", attention, Glu(width))]
+        model = Model(d_model=32, vocab_size=64, layers=layers)
+        write_run(tmp_path / str(width), model=model)
+    runs = [read_run(str(tmp_path / name)) for name in ("64", "96")]
+    one, other = listing.summaries(runs)
+    widths = {run.name: run.differs["model.block.feed_forward.d_ff"] for run in (one, other)}
+    assert sorted(widths.values()) == [64, 96]
+    text = "".join(facts.config(runs).itertext())
+    assert "model.block.feed_forward.d_ff6496" in text.partition("Full config")[0]
+    text = "".join(facts.config(runs[:1]).itertext())
+    assert "model.first.feed_forward.d_ff32" in text.partition("Full config")[0]
+    assert not [path for path in one.differs if path.startswith(("model.layers", "model.first"))]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [],
+        {"distinct": ["first"], "order": [0]},
+        {"distinct": [{"name": "first"}], "order": [1]},
+        {"distinct": [{"name": "first"}], "order": "0"},
+    ],
+)
+def test_layers_of_another_form_are_a_value(values):
+    assert by_address(values) == {"model.layers": values}
 
 
 def test_the_best_run_comes_first(folder, capsys):
