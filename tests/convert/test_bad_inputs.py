@@ -100,7 +100,7 @@ BAD = {
     "activation": (configure(hidden_act="gelu"), "hidden_act = 'gelu'.*'silu'"),
     "quantized": (configure(quantization_config={"bits": 4}), "quantization_config"),
     "weights' dtype": (configure(torch_dtype="int8"), "dtype = 'int8'"),
-    "odd head": (configure(head_dim=15), r"model\.head_dim = 15: must be even"),
+    "odd head": (configure(head_dim=15), r"mixer\.head_dim = 15: must be even"),
     "some layers slide": (
         configure(
             architectures=["Qwen2ForCausalLM"],
