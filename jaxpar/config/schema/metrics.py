@@ -37,7 +37,7 @@ class MetricsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """Tracing of a few steps to RUN/profiles, also on RUN/profile.request or SIGUSR1."""
+    """Traces of a few steps, also on RUN/profile.request or SIGUSR1."""
 
     start: Natural = 0
     """First step to trace, counted from 1. 0: trace only when RUN/profile.request or SIGUSR1 asks
