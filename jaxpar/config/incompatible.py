@@ -128,6 +128,9 @@ SEVERAL_STACKS = of_model(
     lambda cfg: len(model_of(cfg.model).stacks) > 1,
     _PATTERN | {"model.dense_layers": 0},
 )
+SEVERAL_IN_LIST = of_model(
+    "a list of layers that differ", lambda cfg: len(dict.fromkeys(cfg.model.layers)) > 1, {}
+)
 QK_NORM = _attention("a norm of queries and keys", "qk_norm", "model.qk_norm", None)
 CHUNKED = some_layer(
     "attention within chunks",
@@ -315,6 +318,7 @@ TABLE: tuple[Incompatible, ...] = (
     _ROW(PATTERN, VIRTUAL_STAGES, "a chunk would have parts of several stacks"),
     _ROW(PATTERN, changed("parallel.layers_per_stage"), "stages have whole periods"),
     _ROW(PATTERN, REMAT_GROUP, "a scan's step has a period of layers"),
+    _ROW(SEVERAL_IN_LIST, REMAT_GROUP, "a scan's step has a period of layers"),
     _ROW(PATTERN, ROUTING, "it records one stack of layers"),
     _ROW(DENSE_BETWEEN, ROUTING, "it records one stack of layers"),
     *(

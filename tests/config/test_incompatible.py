@@ -51,6 +51,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "a registered attention function": {"model.attention": "mine"},
     "attention with another method `heads`": {"model.layers": COMPOSED},
     "layers with different numbers of heads": {"model.layers": HEADS},
+    "a list of layers that differ": {"model.layers": HEADS},
     "parallel blocks": {"model.parallel_block": True},
     "`optimizer.name` for whole matrices": {"optimizer.name": "muon"},
     "`parallel.remat` with host memory": {"parallel.remat": "dots_offload"},
