@@ -289,7 +289,7 @@ TABLE: tuple[Incompatible, ...] = (
     _ROW(USER_HEADS, QK_CLIP, "it has other logits"),
     _ROW(DIFFERENT_HEADS, QK_CLIP, "it measures as many heads in each layer"),
     _ROW(PATTERN, QK_CLIP, "it rescales the weights of one kind of layer"),
-    _ROW(DENSE_BEFORE_STAGES, QK_CLIP, "layers before the stages are not clipped"),
+    _ROW(BEFORE_STAGES, QK_CLIP, "layers before the stages are not clipped"),
     _ROW(MTP, QK_CLIP, "attention in modules is not clipped"),
     _ROW(LORA, QK_CLIP, "adapters alone are trained"),
     # Host memory

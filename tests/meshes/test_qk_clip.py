@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.config import Config, replace
+from jaxpar.config import Attention, Config, Glu, Layer, Model, replace
 from jaxpar.config.validate import resolve
 from jaxpar.model.parameters import specs_of
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
@@ -31,11 +31,26 @@ BASE = replace(small_config.steady(TINY), **{"optimizer.learning_rate": 1e-2})
 
 MUON = {"optimizer.name": "muon"}
 FOUR = {"model.num_layers": 4}
+#: A composed model with layers of two names, and one that comes before those that repeat.
+SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+LOCAL = Layer("local", Attention(**SIZES, window=5), Glu(24))
+WIDE = Layer("wide", Attention(**SIZES, rope=None), Glu(24))
+FIRST = Layer("first", Attention(**SIZES), Glu(40))
+
+
+def composed(*layers: Layer) -> dict:
+    m = TINY.model
+    return {"model": Model(d_model=m.d_model, vocab_size=m.vocab_size, layers=layers)}
+
+
+NAMED = composed(*[LOCAL, WIDE] * 4)
 DEEPSEEK = V3 | DENSE | EXPERTS | {"parallel.layer_loop": "unroll"}
 
 CASES = [
     ("sequence=2,tensor=2,context=ring", {}),
     slow("pipeline=2,num_microbatches=2,sequence=2,tensor=2,layer_loop=unroll", MUON),
+    ("pipeline=2,num_microbatches=2,virtual_stages=2", NAMED),
+    slow("data=2,tensor=2,layer_loop=unroll", composed(FIRST, *[LOCAL, WIDE] * 2)),
     slow("data=1", {"model.qkv_bias": True}),
     slow("sequence=4,context=ring", {"model.sliding_window": 9}),
     slow("sequence=2,tensor=2,context=ulysses", {"data.document_mask": False}),
