@@ -52,7 +52,7 @@ def with_addressed(cfg: Config, path: str, read: Callable[[Any], Any]) -> Config
     for at, old in found:
         hint = type_at(layers, at)
         value = read(hint)
-        if not fits(value, hint) or (dataclasses.is_dataclass(old) and value is not None):
+        if not fits(value, hint):
             inner = [one for one in all_paths(layers) if one.startswith(f"{at}.")]
             fix = f"use {flag(at, old)}" if not inner else f"use {flag(inner[0])}"
             raise ConfigError(at, value, f"must be {describe(hint)}", fix)

@@ -188,7 +188,8 @@ def replace(cfg: Config, **values: Any) -> Config:
     """Return a copy with some fields changed: `replace(cfg, **{"model.num_layers": 2})`.
 
     Setting a field of an optional section that is None starts from that section's defaults. Fields
-    of layers have addresses: `replace(cfg, **{"model.block.mixer.num_heads": 8})`.
+    of layers have addresses: `replace(cfg, **{"model.block.mixer.num_heads": 8})`. A whole component
+    may be given, or the list: `replace(cfg, **{"model.block.feed_forward": Mlp(512)})`.
 
     Raises:   ConfigError for a path that is not a field.
     """
@@ -200,6 +201,9 @@ def replace(cfg: Config, **values: Any) -> Config:
             continue
         if path not in field_types():
             raise unknown_field(path, value)
+        if path == "model.layers":
+            cfg = dataclasses.replace(cfg, model=cfg.model.with_layers(value))
+            continue
         cfg = _replaced(cfg, path.split("."), value)
     return cfg
 
