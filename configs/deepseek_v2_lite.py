@@ -13,6 +13,7 @@ from jaxpar.config import (
     LatentAttention,
     Layer,
     Model,
+    Norm,
     OptimizerConfig,
     ParallelConfig,
     Rope,
@@ -55,7 +56,7 @@ def get_config() -> Config:
         d_model=2048,
         vocab_size=102_400,
         layers=[dense] + [moe] * 26,
-        norm_eps=1e-06,
+        norm=Norm(eps=1e-06),
     )
     return Config(
         run=RunConfig(dir="runs/deepseek_v2_lite"),

@@ -13,6 +13,7 @@ from jaxpar.config import (
     LatentAttention,
     Layer,
     Model,
+    Norm,
     OptimizerConfig,
     ParallelConfig,
     Rope,
@@ -58,7 +59,7 @@ def get_config() -> Config:
         d_model=7168,
         vocab_size=129_280,
         layers=[dense] * 3 + [moe] * 58,
-        norm_eps=1e-06,
+        norm=Norm(eps=1e-06),
     )
     return Config(
         run=RunConfig(dir="runs/deepseek_v3"),

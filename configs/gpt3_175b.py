@@ -11,6 +11,7 @@ from jaxpar.config import (
     Layer,
     Mlp,
     Model,
+    Norm,
     OptimizerConfig,
     ParallelConfig,
     RunConfig,
@@ -28,7 +29,7 @@ def get_config() -> Config:
         vocab_size=51_200,
         layers=[layer] * 96,
         tie_embeddings=True,
-        norm="layer",
+        norm=Norm(kind="layer"),
         max_positions=2048,
     )
     return Config(

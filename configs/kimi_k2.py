@@ -13,6 +13,7 @@ from jaxpar.config import (
     LatentAttention,
     Layer,
     Model,
+    Norm,
     OptimizerConfig,
     ParallelConfig,
     Rope,
@@ -57,7 +58,7 @@ def get_config() -> Config:
         d_model=7168,
         vocab_size=163_840,
         layers=[dense] + [moe] * 60,
-        norm_eps=1e-06,
+        norm=Norm(eps=1e-06),
     )
     return Config(
         run=RunConfig(dir="runs/kimi_k2"),

@@ -14,6 +14,7 @@ from jaxpar.config import (
     Glu,
     Layer,
     Model,
+    Norm,
     OptimizerConfig,
     ParallelConfig,
     QkNorm,
@@ -40,7 +41,7 @@ def get_config() -> Config:
         d_model=3840,
         vocab_size=100_352,
         layers=([delta] * 3 + [attends]) * 8,
-        norm_eps=1e-06,
+        norm=Norm(eps=1e-06),
     )
     return Config(
         run=RunConfig(dir="runs/olmo_hybrid_7b"),

@@ -15,6 +15,7 @@ from jaxpar.config import (
     Glu,
     Layer,
     Model,
+    Norm,
     OptimizerConfig,
     ParallelConfig,
     QkNorm,
@@ -44,7 +45,7 @@ def get_config() -> Config:
         vocab_size=272,  # 256 bytes and an end-of-text token, rounded up so meshes divide it
         layers=[delta] * 3 + [attends],
         tie_embeddings=True,
-        norm_offset=True,
+        norm=Norm(offset=True),
     )
     return Config(
         run=RunConfig(dir="runs/quickstart_hybrid"),

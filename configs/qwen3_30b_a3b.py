@@ -12,6 +12,7 @@ from jaxpar.config import (
     Glu,
     Layer,
     Model,
+    Norm,
     OptimizerConfig,
     ParallelConfig,
     QkNorm,
@@ -31,7 +32,7 @@ def get_config() -> Config:
         d_model=2048,
         vocab_size=151_936,
         layers=[layer] * 48,
-        norm_eps=1e-06,
+        norm=Norm(eps=1e-06),
     )
     return Config(
         run=RunConfig(dir="runs/qwen3_30b_a3b"),

@@ -14,6 +14,7 @@ from jaxpar.config import (
     Glu,
     Layer,
     Model,
+    Norm,
     OptimizerConfig,
     ParallelConfig,
     QkNorm,
@@ -48,8 +49,7 @@ def get_config() -> Config:
         d_model=2048,
         vocab_size=151_936,
         layers=([delta] * 3 + [attends]) * 12,
-        norm_eps=1e-06,
-        norm_offset=True,
+        norm=Norm(eps=1e-06, offset=True),
     )
     return Config(
         run=RunConfig(dir="runs/qwen3_next_80b_a3b"),

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from jaxpar.config import Config, ConfigError, ModelConfig
+from jaxpar.config import Config, ConfigError, Model
 from jaxpar.config.config_file import known_configs
 from jaxpar.config.fields import flag, leaf_paths
 from jaxpar.config.option_fields import config_field, declared
@@ -141,7 +141,7 @@ def completions(line: str) -> list[str]:
     return sorted(name for name in found if name.startswith(word))
 
 
-def model_from(named: str, family: str | None, like: ModelConfig) -> ModelConfig:
+def model_from(named: str, family: str | None, like: Model) -> Model:
     """`jaxpar.convert.shape.model_from`, which imports JAX."""
     from jaxpar.convert import shape
 

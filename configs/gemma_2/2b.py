@@ -13,6 +13,7 @@ from jaxpar.config import (
     Glu,
     Layer,
     Model,
+    Norm,
     OptimizerConfig,
     ParallelConfig,
     Rope,
@@ -40,8 +41,7 @@ def get_config() -> Config:
         vocab_size=256_000,
         layers=[local_layer, wide] * 13,
         tie_embeddings=True,
-        norm_eps=1e-06,
-        norm_offset=True,
+        norm=Norm(eps=1e-06, offset=True),
         embed_scale=True,
         logits_softcap=30.0,
     )

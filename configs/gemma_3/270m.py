@@ -13,6 +13,7 @@ from jaxpar.config import (
     Glu,
     Layer,
     Model,
+    Norm,
     OptimizerConfig,
     ParallelConfig,
     QkNorm,
@@ -41,8 +42,7 @@ def get_config() -> Config:
         vocab_size=262_144,
         layers=([local_layer] * 5 + [wide]) * 3,
         tie_embeddings=True,
-        norm_eps=1e-06,
-        norm_offset=True,
+        norm=Norm(eps=1e-06, offset=True),
         embed_scale=True,
     )
     return Config(

@@ -14,6 +14,7 @@ from jaxpar.config import (
     Glu,
     Layer,
     Model,
+    Norm,
     OptimizerConfig,
     ParallelConfig,
     QkNorm,
@@ -45,8 +46,7 @@ def get_config() -> Config:
         vocab_size=262_208,
         layers=([local_layer] * 5 + [wide]) * 5 + [local_layer] * 4,
         tie_embeddings=True,
-        norm_eps=1e-06,
-        norm_offset=True,
+        norm=Norm(eps=1e-06, offset=True),
         embed_scale=True,
     )
     return Config(

@@ -12,6 +12,7 @@ from jaxpar.config import (
     Glu,
     Layer,
     Model,
+    Norm,
     OptimizerConfig,
     ParallelConfig,
     QkNorm,
@@ -53,7 +54,7 @@ def get_config() -> Config:
         vocab_size=262_144,
         layers=([local_layer] * 5 + [wide]) * 10,
         tie_embeddings=True,
-        norm_eps=1e-06,
+        norm=Norm(eps=1e-06),
         embed_scale=True,
         logits_softcap=30.0,
     )

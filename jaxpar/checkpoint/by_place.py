@@ -19,9 +19,8 @@ import flax.traverse_util
 import jax
 from jax.sharding import Mesh
 
-from jaxpar.checkpoint.saved import MODEL_FIELDS, Saved
+from jaxpar.checkpoint.saved import Saved
 from jaxpar.config import Config, ConfigError, layers
-from jaxpar.config.layout.composition import DENSE, model_of
 from jaxpar.config.serialize import from_values
 from jaxpar.config.values import to_values
 from jaxpar.runtime.processes.peers import log
@@ -32,17 +31,6 @@ from jaxpar.step.diloco.overlap import EXCHANGE
 from jaxpar.step.initial_arrays import initial_arrays
 from jaxpar.step.state import abstract_logical, abstract_params
 from jaxpar.step.unequal_stages import from_rows, is_split, logical_sharding
-
-#: Fields of the model that are not of its layers, and may not change.
-OUTSIDE_LAYERS = tuple(
-    path
-    for path in MODEL_FIELDS
-    if path.removeprefix("model.") in {*layers.BESIDE, "mtp_depth", "max_positions"}
-    and path not in (layers.FIELD, "model.num_layers")
-)
-
-#: The other fields of the model that may not change in a model by flags.
-OF_LAYERS = tuple(path for path in MODEL_FIELDS if path not in OUTSIDE_LAYERS)
 
 #: Reads arrays as `loading.restore_from` describes.
 type Load = Callable[[Any, bool], Any]
@@ -60,16 +48,13 @@ class LayerPlaces:
 
     then: tuple[dict[str, Any], ...]
     now: tuple[dict[str, Any], ...]
-    composed: bool
-    """Whether one of them is composed in a config file, rather than by flags."""
 
     @classmethod
     def of(cls, cfg: Config, saved: Mapping[str, Any]) -> "LayerPlaces":
         """Args:     saved: the config of a checkpoint, as JSON, whose code need not be there."""
         there = from_values(dict(saved)).model
-        then = there.layers or model_of(there).layers
-        now, as_now = layers.as_read_by(model_of(cfg.model).layers, then)
-        return cls(tuple(as_now), tuple(now), bool(cfg.model.layers or there.layers))
+        now, then = layers.as_read_by(cfg.model.layers, there.layers)
+        return cls(tuple(then), tuple(now))
 
     @property
     def names(self) -> tuple[list[str], list[str]]:
@@ -81,11 +66,6 @@ class LayerPlaces:
         """Whether arrays of the checkpoint have other rows than those of the model."""
         then, now = self.names
         return then != now
-
-    @property
-    def fixed_fields(self) -> tuple[str, ...]:
-        """The fields of the model that may not change. Layers are compared by `changes`."""
-        return OUTSIDE_LAYERS if self.moved or self.composed else MODEL_FIELDS
 
     def changes(self) -> Iterator[tuple[str, Any, Any]]:
         """Yield the fields of layers that keep name and place but not value: path, then, now."""
@@ -295,6 +275,8 @@ class _Reader:
     ):
         """Args:     config, names: of the checkpoint, and of its arrays."""
         self._cfg, self._names, self._rows = cfg, frozenset(names), places.rows
+        leading = (cfg.model, from_values(dict(config)).model)
+        self._leading = {name for model in leading for name in model.leading_stacks}
         self._sizes = collections.Counter(places.names[0])
         diloco = config.get("diloco", {}).get("every", 0)
         self._replicas = int(config["parallel"].get("replica", 1)) if diloco else 0
@@ -313,8 +295,10 @@ class _Reader:
             yield name
             return
         for now, rows in self._rows.items():
-            # The dim of replicas is another in dense layers, whose errors start anew.
-            if DENSE not in (now, stack) and any(row and row[0] == stack for row in rows):
+            # The dim of replicas is another in leading layers, whose errors start anew.
+            if self._leading.isdisjoint((now, stack)) and any(
+                row and row[0] == stack for row in rows
+            ):
                 yield f"{errors}{now}/{weight}"
 
     def sources(self, target: Any) -> Any:

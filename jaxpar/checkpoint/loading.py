@@ -13,6 +13,7 @@ from jaxpar.checkpoint.by_place import LayerPlaces, Load, ShapeOf
 from jaxpar.checkpoint.integrity import Damaged
 from jaxpar.checkpoint.saved import (
     LORA_FIELDS,
+    MODEL_FIELDS,
     NO_DATASET,
     STORAGE_FIELDS,
     Saved,
@@ -104,7 +105,7 @@ def check_model(
     Raises:   ConfigError for the first field that differs, or weight of another shape.
     """
     places = LayerPlaces.of(cfg, saved.config)
-    check_fields(cfg, saved, places.fixed_fields, fix)
+    check_fields(cfg, saved, MODEL_FIELDS, fix)
     of_another_run = str(run_dir) != cfg.run.dir
     places.check_changes(
         str(saved), fix, functools.partial(may_change, cfg) if of_another_run else None

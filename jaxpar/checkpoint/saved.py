@@ -15,11 +15,12 @@ from jaxpar.config import (
     Config,
     ConfigError,
     LoraConfig,
-    ModelConfig,
     declared,
+    layers,
 )
 from jaxpar.config.declared import Count
 from jaxpar.config.features import declarations
+from jaxpar.config.fields import field_types, section_of
 from jaxpar.config.json_reader import UnreadableJson, read_json_object
 from jaxpar.config.rules.paths import absolute
 from jaxpar.config.schema.optimizer import AVERAGED, Weights
@@ -28,14 +29,6 @@ from jaxpar.config.values import to_values
 from jaxpar.data.skips import Range
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.terminal import warn
-
-#: Fields of the model that may change when a run resumes.
-FREE_MODEL_FIELDS = {"init_std"}
-
-#: All other fields: a new value would change shapes, or the function of the model.
-MODEL_FIELDS = tuple(
-    f"model.{f.name}" for f in dataclasses.fields(ModelConfig) if f.name not in FREE_MODEL_FIELDS
-)
 
 #: Fields of the adapters, which may not change either.
 LORA_FIELDS = tuple(f"lora.{f.name}" for f in dataclasses.fields(LoraConfig))
@@ -330,4 +323,21 @@ def check_fields(cfg: Config, saved: Saved, paths: Iterable[str], fix: str) -> N
 
 def by_path(config: dict[str, Any]) -> dict[str, Any]:
     """Flatten a config in JSON form to {"section.field": value}."""
-    return {f"{name}.{key}": v for name, section in config.items() for key, v in section.items()}
+    found: dict[str, Any] = {}
+    for name, section in config.items():
+        for key, value in section.items():
+            path = f"{name}.{key}"
+            inner = value if path in _WITHIN and isinstance(value, dict) else {"": value}
+            found |= {f"{path}.{k}" if k else path: v for k, v in inner.items()}
+    return found
+
+
+#: Sections within a section, which are never None.
+_WITHIN = [p for p, hint in field_types().items() if "." in p and section_of(hint) is hint]
+
+#: Fields of the model beside its layers: a new value would change shapes, or its function.
+MODEL_FIELDS = tuple(
+    path
+    for path in by_path(to_values(Config()))
+    if path.startswith("model.") and path not in (layers.FIELD, "model.init_std")
+)

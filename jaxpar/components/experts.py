@@ -138,6 +138,11 @@ def experts_in(model: Model) -> tuple[Experts, ...]:
     return tuple(one for one in found if isinstance(one, Experts))
 
 
+def stacks_of_experts(model: Model) -> tuple[str, ...]:
+    """Return the name of each layer with experts, in the model's order."""
+    return tuple(layer.name for layer in model.layers if isinstance(layer.feed_forward, Experts))
+
+
 def num_experts(model: Model) -> int:
     """Return the number of experts of a layer, or a divisor of all if they differ; 0 without."""
     return math.gcd(*(of.num_experts for of in experts_in(model)))

@@ -9,12 +9,13 @@ The list is the model: nothing else says what differs between layers.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from jaxpar.components.component import Component, FeedForward, Mixer, NormForm
 from jaxpar.components.dims import DimRule, SmallSizes
+from jaxpar.components.ranges import Natural, Positive, Range, Reals, Width
 from jaxpar.components.weight import Init, Weight, vector
 
 
@@ -24,10 +25,10 @@ class Norm(Component):
 
     kind: Literal["rms", "layer"] = "rms"
     """rms: RMSNorm. layer: LayerNorm, with a bias (GPT-3)."""
-    eps: float = 1e-5
+    eps: Positive = 1e-5
     """Added to the mean square, or to the variance."""
     offset: bool = False
-    """Multiply by 1 + scale, with scale initialized to 0 (Gemma)."""
+    """rms: multiply by 1 + scale, with scale initialized to 0 (Gemma)."""
 
     @property
     def init(self) -> Init:
@@ -147,36 +148,47 @@ class Layer:
 class Model:
     """A decoder. Nothing here says how it is executed."""
 
-    d_model: int
+    d_model: Width
     """Width of the residual stream."""
-    vocab_size: int
+    vocab_size: Annotated[int, Range(0, 1 << 26)]
+    """Rows of the embedding; at least the tokenizer's vocabulary. 0: that of the training data,
+    rounded up to a multiple of 128, and of what the mesh divides it by."""
     layers: tuple[Layer, ...]
-    """Any sequence of layers, by Python's own list arithmetic."""
+    """Layers of components, by Python's list arithmetic: layers=[local] * 5 + [wide]. Layers with
+    one name are equal, and their weights are stacked."""
     norm: Norm = Norm()
     tie_embeddings: bool = False
     """Use the embedding as the output head."""
-    max_positions: int = 0
-    """Rows of a table of learned positions (GPT-3: 2048). 0: none."""
-    mtp_depth: int = 0
-    """Modules of multi-token prediction, whose layers are like the last one (DeepSeek-V3: 1)."""
-    init_std: float = 0.02
+    max_positions: Natural = 0
+    """Rows of a table of learned positions, which are added to the embeddings: the longest
+    sequence (GPT-3: 2048). 0: none."""
+    mtp_depth: Annotated[int, Range(0, 8)] = 0
+    """Modules of multi-token prediction, whose layers are like the last one (DeepSeek-V3: 1).
+    Module k predicts the token k places after the next one, in training and for drafts in
+    jaxpar.sample; train.mtp_loss weighs their losses."""
+    init_std: Positive = 0.02
     """Standard deviation of the initial weights; output projections use init_std /
     sqrt(2 * num_layers)."""
     embed_scale: bool = False
     """Multiply embeddings by sqrt(d_model) (Gemma)."""
-    embedding_multiplier: float = 1.0
+    embedding_multiplier: Positive = 1.0
     """Multiply embeddings by this (Granite)."""
-    residual_multiplier: float = 1.0
+    residual_multiplier: Positive = 1.0
     """Multiply what mixers and feed-forwards add to the residual stream by this (Granite)."""
-    logits_scaling: float = 1.0
+    logits_scaling: Positive = 1.0
     """Divide the logits by this (Granite)."""
-    logits_softcap: float | None = None
+    logits_softcap: Annotated[float | None, Reals(0, above=True)] = None
     """Cap the logits' magnitude: softcap * tanh(logits / softcap) (Gemma 2: 30). None: no cap."""
     mup: MupConfig | None = None
-    """The maximal update parametrization. None: the standard one."""
+    """Maximal update parametrization (µP): the best learning rate does not depend on the width
+    (docs/mup.md). Setting one of its fields enables it. None: the standard parametrization."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
+
+    def with_layers(self, layers: Sequence[Layer]) -> "Model":
+        """Return the model with other layers."""
+        return dataclasses.replace(self, layers=tuple(layers))
 
     def rules(self, parallel: Any) -> Iterator[DimRule]:
         """Yield the conditions of the fields of its layers on a mesh.
@@ -185,6 +197,50 @@ class Model:
         """
         for layer in self.distinct:
             yield from layer.rules(self, parallel)
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers."""
+        return len(self.layers)
+
+    @property
+    def width_multiplier(self) -> float:
+        """µP's ratio of d_model to that of the base model; 1 without µP."""
+        return 1.0 if self.mup is None else self.d_model / self.mup.base_width
+
+    @property
+    def base_depth(self) -> int:
+        """The number of layers for which initial weights of outputs are."""
+        return (self.mup and self.mup.base_depth) or self.num_layers
+
+    @property
+    def depth_multiplier(self) -> float:
+        """µP's ratio of num_layers to that of the base model; 1 without `base_depth`."""
+        return self.num_layers / self.base_depth
+
+    @property
+    def logits_divisor(self) -> float:
+        """The number by which logits are divided."""
+        return self.logits_scaling * self.width_multiplier
+
+    @property
+    def branch_factor(self) -> float:
+        """The factor of what mixers and feed-forwards add to the residual stream."""
+        return self.residual_multiplier / self.depth_multiplier
+
+    @functools.cached_property
+    def module_layer(self) -> Layer:
+        """The layer of the modules of multi-token prediction: as the last one."""
+        return dataclasses.replace(self.layers[-1], name=STACK_OF_MODULES)
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether some layers carry a state from token to token."""
+        return any(layer.mixer is not None and layer.mixer.recurrent for layer in self.distinct)
+
+    def places_of(self, name: str) -> tuple[int, ...]:
+        """Return the indices of the layers with a name."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.name == name)
 
     @functools.cached_property
     def distinct(self) -> tuple[Layer, ...]:
@@ -227,6 +283,10 @@ class Model:
         """The forms in which every component can read the norm of its input."""
         branches = (one for layer in self.layers for one in (layer.mixer, layer.feed_forward))
         return frozenset.intersection(*(frozenset(one.norm_forms) for one in branches if one))
+
+
+#: The name of the layers of the modules of multi-token prediction.
+STACK_OF_MODULES = "mtp"
 
 
 class Repetition(NamedTuple):

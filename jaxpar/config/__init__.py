@@ -8,7 +8,7 @@ from jaxpar.components.attention import Attention, QkNorm, QueryGrowth
 from jaxpar.components.experts import Experts, Router
 from jaxpar.components.feed_forward import ClampedSwiglu, Glu, Mlp
 from jaxpar.components.latent_attention import LatentAttention
-from jaxpar.components.model import Layer, MupConfig
+from jaxpar.components.model import Layer, Model, MupConfig, Norm
 from jaxpar.components.recurrent import GatedDeltaNet, KimiDeltaAttention, Mamba2
 from jaxpar.components.rope import Rope, RopeScaling
 from jaxpar.config.errors import ConfigError
@@ -29,7 +29,6 @@ from jaxpar.config.schema import (
     TrainConfig,
 )
 from jaxpar.config.schema.metrics import MetricsConfig, ProfileConfig
-from jaxpar.config.schema.model import Model, ModelConfig
 from jaxpar.config.schema.objectives import DistillConfig, DpoConfig
 
 __all__ = [
@@ -57,8 +56,8 @@ __all__ = [
     "MetricsConfig",
     "Mlp",
     "Model",
-    "ModelConfig",
     "MupConfig",
+    "Norm",
     "OptimizerConfig",
     "ParallelConfig",
     "ProfileConfig",

@@ -1,4 +1,4 @@
-"""Addresses of a composed model's fields on a command line: --model.block.mixer.num-heads 8.
+"""Addresses of fields of layers on a command line: --model.block.mixer.num-heads 8.
 
 An address begins with the name of a layer, or with a star for each; a star stands for any one name.
 `--model.num-layers N` repeats or cuts the list, at whole periods after a beginning
@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxpar.components.model import in_words, repetition, with_length
 from jaxpar.config.errors import ConfigError
-from jaxpar.config.fields import flag, value_of
+from jaxpar.config.fields import ALIASES, flag, value_of
 from jaxpar.config.layers import BESIDE, addressed, all_paths, type_at, with_value
 from jaxpar.config.rules.type_check import describe, fits
 from jaxpar.config.schema import Config
@@ -21,13 +21,10 @@ _LENGTH = "model.num_layers"
 
 
 def addresses_layers(cfg: Config, path: str) -> bool:
-    """Return whether a path is one of a composed model's layers."""
+    """Return whether a path addresses fields of layers, or their number."""
     section, *keys = path.split(".")
-    if not cfg.model.layers or section != "model" or not keys:
-        return False
-    names = {"*", *(layer.name for layer in cfg.model.layers)}
-    flags = {field.name for field in dataclasses.fields(cfg.model)}.difference(BESIDE)
-    return path == _LENGTH or keys[0] in flags or (keys[0] in names and len(keys) > 1)
+    names = {"*", *(layer.name for layer in cfg.model.distinct)}
+    return path == _LENGTH or (section == "model" and len(keys) > 1 and keys[0] in names)
 
 
 def with_addressed(cfg: Config, path: str, read: Callable[[Any], Any]) -> Config:
@@ -40,15 +37,8 @@ def with_addressed(cfg: Config, path: str, read: Callable[[Any], Any]) -> Config
     if path == _LENGTH:
         return _of_length(cfg, read(int))
     found = list(addressed(layers, path.split(".")[1:]))
-    if len(path.split(".")) == 2:
-        rule = "describes the layers of a model without model.layers, which are composed here"
-        name = path.rpartition(".")[2]
-        every = {one.rpartition(".")[2]: one for one in reversed(all_paths(layers))}
-        alike = difflib.get_close_matches(name, every, n=1, cutoff=0.3) or [*every][-1:]
-        near = [every[one] for one in alike]
-        raise ConfigError(path, read(str), rule, f"use {flag(near[0], read(str))}")
     if not found:
-        raise unknown_address(cfg, path, read(str))
+        raise unknown_in_model(cfg, path, read(str))
     for at, old in found:
         hint = type_at(layers, at)
         value = read(hint)
@@ -60,12 +50,17 @@ def with_addressed(cfg: Config, path: str, read: Callable[[Any], Any]) -> Config
     return dataclasses.replace(cfg, model=cfg.model.with_layers(layers))
 
 
-def unknown_address(cfg: Config, path: str, text: str) -> ConfigError:
-    """Return the error for an address of no field, with the most similar ones."""
-    every = all_paths(cfg.model.layers)
-    near = difflib.get_close_matches(path, every, n=2, cutoff=0.6) or [every[0]]
-    ways = ", or ".join(flag(one, text) for one in near)
-    return ConfigError(path, text, "is not a field of the model's layers", f"use {ways}")
+def unknown_in_model(cfg: Config, path: str, value: Any) -> ConfigError:
+    """Return the error for a path of `model` that is no field, with the most similar ones."""
+    every = [*all_paths(cfg.model.layers), *(f"model.{name}" for name in BESIDE)]
+    name = path.rpartition(".")[2]
+    name = ALIASES.get(name, name).rpartition(".")[2]
+    names = {one.rpartition(".")[2] for one in every}
+    similar = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
+    near = [one for one in every if one.rpartition(".")[2] in (name, *similar)][:2]
+    near = near or difflib.get_close_matches(path, every, n=2, cutoff=0.6) or every[:1]
+    ways = ", or ".join(flag(one, value) if value != "" else flag(one) for one in near)
+    return ConfigError(path, value, "is not a field of the model or of its layers", f"use {ways}")
 
 
 def value_at(cfg: Config, path: str) -> Any:
@@ -73,12 +68,6 @@ def value_at(cfg: Config, path: str) -> Any:
     if not addresses_layers(cfg, path) or path == _LENGTH:
         return value_of(cfg, path)
     return next(value for _, value in addressed(cfg.model.layers, path.split(".")[1:]))
-
-
-def describes_layers(path: str) -> bool:
-    """Return whether a path is of `model`, and not beside the layers of a composed model."""
-    section, _, rest = path.partition(".")
-    return section == "model" and rest.partition(".")[0] not in {*BESIDE} - {"layers", "num_layers"}
 
 
 def changes_of_layers(base: Config, chosen: Config) -> dict[str, Any]:

@@ -44,10 +44,9 @@ def with_code(cfg: Config, files: Sequence[str]) -> Config:
     Raises:   ConfigError for a file that has nothing of the config's, or fails.
     """
     code = _Code(files)
-    if cfg.model.layers:
-        composed = layers.with_classes(cfg.model.layers, code.component)
-        if composed != cfg.model.layers:
-            cfg = dataclasses.replace(cfg, model=cfg.model.with_layers(composed))
+    loaded = layers.with_classes(cfg.model.layers, code.component)
+    if loaded != cfg.model.layers:
+        cfg = dataclasses.replace(cfg, model=cfg.model.with_layers(loaded))
     for path in FIELDS:
         held = value_of(cfg, path)
         if any(

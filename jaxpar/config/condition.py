@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.components.model import Layer
-from jaxpar.config import Config, default_of, flag, value_of
-from jaxpar.config.layout.composition import model_of
+from jaxpar.config import Config, default_of, flag
 from jaxpar.config.values import FIELDS, OR_NAMES
 
 #: A field that has its default.
@@ -74,58 +73,32 @@ def both(one: Condition, other: Condition) -> Condition:
 
 
 def some_layer(
-    label: str, part: str, holds: Callable[[Layer], bool], path: str, plain: Any = _DEFAULT
+    label: str, part: str, holds: Callable[[Layer], bool], plain: Any = _DEFAULT
 ) -> Condition:
     """Some layer of the model has a part that is of a kind.
 
-    Args:     part: the field of the layer, such as "mixer" or "mixer.sinks". path: the flag that
-              says so in a model of flags, and has its default otherwise. plain: the value of the
-              part otherwise, unless other layers are needed.
+    Args:
+        part: the field of the layer, such as "mixer" or "mixer.sinks".
+        plain: the value of the part otherwise, unless other layers are needed.
     """
 
     def named(cfg: Config) -> tuple[str, Any]:
-        if not cfg.model.layers:
-            return path, value_of(cfg, path)
         layer = next(layer for layer in cfg.model.layers if holds(layer))
         address = f"model.{layer.name}.{part}"
         return address, _shown(functools.reduce(getattr, part.split("."), layer))
 
     def off(cfg: Config) -> tuple[str, ...]:
-        if not cfg.model.layers:
-            return (flag(path, default_of(path)),)
-        layers = filter(holds, model_of(cfg.model).distinct)
+        layers = filter(holds, cfg.model.distinct)
         every = " ".join(flag(f"model.{layer.name}.{part}", plain) for layer in layers)
         return () if plain is _DEFAULT else (every,)
 
-    return Condition(
-        label,
-        lambda cfg: any(map(holds, model_of(cfg.model).distinct)),
-        named,
-        off,
-    )
+    return Condition(label, lambda cfg: any(map(holds, cfg.model.distinct)), named, off)
 
 
-def of_model(label: str, holds: Callable[[Config], bool], flags: dict[str, Any]) -> Condition:
-    """A condition on all layers of the model.
-
-    Args:     flags: those that may say so in a model of flags, and their values without.
-    """
-
-    def set_flags(cfg: Config) -> list[str]:
-        return [path for path, plain in flags.items() if value_of(cfg, path) != plain]
-
-    def named(cfg: Config) -> tuple[str, Any]:
-        if cfg.model.layers:
-            return "model.layers", ", ".join(model_of(cfg.model).stacks)
-        path = next(iter([*set_flags(cfg), *flags]), "model.num_layers")
-        return path, value_of(cfg, path)
-
-    return Condition(
-        label,
-        holds,
-        named,
-        lambda cfg: tuple(flag(path, flags[path]) for path in set_flags(cfg)[:1]),
-    )
+def of_model(label: str, holds: Callable[[Config], bool]) -> Condition:
+    """A condition on all layers of the model."""
+    named = lambda cfg: ("model.layers", ", ".join(cfg.model.stacks))  # noqa: E731
+    return Condition(label, holds, named, lambda cfg: ())
 
 
 def _held(cfg: Config, path: str) -> Any:

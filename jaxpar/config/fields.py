@@ -132,9 +132,11 @@ ALIASES = {
     **dict.fromkeys(("accum", "grad_accum", "ga"), "parallel.num_microbatches"),
     **dict.fromkeys(("layers", "n_layer", "n_layers", "depth"), "model.num_layers"),
     **dict.fromkeys(("hidden_size", "n_embd", "width", "dim"), "model.d_model"),
-    **dict.fromkeys(("heads", "n_head", "n_heads"), "model.num_heads"),
-    **dict.fromkeys(("kv_heads", "n_kv_heads", "num_key_value_heads"), "model.num_kv_heads"),
-    **dict.fromkeys(("ffn_hidden_size", "intermediate_size"), "model.d_ff"),
+    **dict.fromkeys(("heads", "n_head", "n_heads"), "model.*.mixer.num_heads"),
+    **dict.fromkeys(
+        ("kv_heads", "n_kv_heads", "num_key_value_heads"), "model.*.mixer.num_kv_heads"
+    ),
+    **dict.fromkeys(("ffn_hidden_size", "intermediate_size"), "model.*.feed_forward.d_ff"),
     **dict.fromkeys(("vocab", "padded_vocab_size"), "model.vocab_size"),
     **dict.fromkeys(("block_size", "context_length", "max_seq_len"), "data.seq_len"),
     **dict.fromkeys(("tp", "tensor_parallel"), "parallel.tensor"),
@@ -188,19 +190,25 @@ def replace(cfg: Config, **values: Any) -> Config:
     """Return a copy with some fields changed: `replace(cfg, **{"model.num_layers": 2})`.
 
     Setting a field of an optional section that is None starts from that section's defaults. Fields
-    of layers have addresses: `replace(cfg, **{"model.block.mixer.num_heads": 8})`. A whole component
-    may be given, or the list: `replace(cfg, **{"model.block.feed_forward": Mlp(512)})`.
+    of layers have addresses: `replace(cfg, **{"model.block.mixer.num_heads": 8})`. A component may
+    be given whole, and so may `model.layers`:
+    `replace(cfg, **{"model.block.feed_forward": Mlp(512)})`.
 
     Raises:   ConfigError for a path that is not a field.
     """
-    from jaxpar.config.addresses import addresses_layers, with_addressed  # which imports this
+    from jaxpar.config.addresses import (  # which imports this
+        addresses_layers,
+        unknown_in_model,
+        with_addressed,
+    )
 
     for path, value in values.items():
         if addresses_layers(cfg, path):
             cfg = with_addressed(cfg, path, functools.partial(_as_given, value))
             continue
         if path not in field_types():
-            raise unknown_field(path, value)
+            in_model = path.startswith("model.")
+            raise unknown_in_model(cfg, path, value) if in_model else unknown_field(path, value)
         if path == "model.layers":
             cfg = dataclasses.replace(cfg, model=cfg.model.with_layers(value))
             continue

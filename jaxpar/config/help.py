@@ -15,7 +15,7 @@ from jaxpar.config import Config, ConfigError, default_of, flag, value_of
 from jaxpar.config.command_line import as_called
 from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.fields import field_types, leaf_paths, meanings, section_of
-from jaxpar.config.layers import BESIDE, FIELD, all_paths, type_at
+from jaxpar.config.layers import FIELD, all_paths, type_at
 from jaxpar.config.option_fields import Declared, Forms, config_field, declared, only_fields
 from jaxpar.config.rules.paths import is_address
 from jaxpar.config.rules.type_check import plain
@@ -107,12 +107,9 @@ def _parts(
         for section in SECTIONS if topic == ALL else (topic,):
             title = f"{section}: {' '.join(meaning_of_section(section).split())}"
             paths = (path for path in field_types() if path.startswith(f"{section}."))
-            if section == "model" and cfg.model.layers:
-                paths = (path for path in paths if path.split(".")[1] in BESIDE)
-                yield _listed(title, _rows(cfg, (path for path in paths if path != FIELD)))
+            yield _listed(title, _rows(cfg, (path for path in paths if path != FIELD)))
+            if section == "model":
                 yield from _of_layers(cfg)
-            else:
-                yield _listed(title, _rows(cfg, paths))
         return
     arguments = [one for one in declared(form) if one.argument]
     only = only_fields(form)
@@ -193,7 +190,7 @@ def _rows(cfg: Config, paths: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def _of_layers(cfg: Config) -> Iterator[str]:
-    """Yield the fields of a composed model's layers, by their addresses."""
+    """Yield the fields of the model's layers, by their addresses."""
     layers = cfg.model.layers
     for layer in dict.fromkeys(layers):
         rows = []

@@ -26,138 +26,95 @@ from jaxpar.config.condition import (
     where,
 )
 from jaxpar.config.fields import refused
-from jaxpar.config.layout.composition import DENSE, model_of
 from jaxpar.config.layout.layer_split import layers_before_stages
 from jaxpar.config.remat_policies import names_on_host
 
 # ------------------------------------------------------------------------------- parts of a model
 
 
-def _attention(label: str, field: str, path: str, plain: Any) -> Condition:
+def _attention(label: str, field: str, plain: Any) -> Condition:
     """Some attention has another value than `plain` of a field."""
 
     def holds(layer: Layer) -> bool:
         return isinstance(layer.mixer, Attention) and getattr(layer.mixer, field) != plain
 
-    return some_layer(label, f"mixer.{field}", holds, path, plain)
+    return some_layer(label, f"mixer.{field}", holds, plain)
 
 
 def _numbers_of_heads(cfg: Config) -> set[int]:
-    heads = (layer.mixer and layer.mixer.attention_heads for layer in model_of(cfg.model).layers)
+    heads = (layer.mixer and layer.mixer.attention_heads for layer in cfg.model.layers)
     return {of.queries for of in heads if of}
 
-
-def _dense_between(cfg: Config) -> bool:
-    names = [layer.name for layer in model_of(cfg.model).layers]
-    experts = [i for i, name in enumerate(names) if name != DENSE]
-    return not cfg.model.layers and DENSE in names[min(experts, default=0) :]
-
-
-_PATTERN = {"model.layer_pattern": ""}
-_LAYERS = {"model.layer_pattern": "", "model.global_every": 0, "model.nope_every": 0}
 
 EXPERTS = some_layer(
     "experts",
     "feed_forward",
     lambda layer: isinstance(layer.feed_forward, Experts),
-    "model.num_experts",
 )
 UNGATED_EXPERTS = some_layer(
     "experts without a gate",
     "feed_forward.expert",
     lambda one: isinstance(one.feed_forward, Experts) and isinstance(one.feed_forward.expert, Mlp),
-    "model.mlp_gate",
 )
 EXPERT_BIAS = some_layer(
     "biases of experts",
     "feed_forward.expert.bias",
     lambda one: isinstance(one.feed_forward, Experts) and one.feed_forward.expert.bias,
-    "model.expert_bias",
     False,
-)
-DENSE_LAYERS = of_model(
-    "dense layers beside experts (`model.dense_layers`)",
-    lambda cfg: not cfg.model.layers and DENSE in model_of(cfg.model).stacks,
-    {"model.dense_layers": 0},
-)
-DENSE_IN_LOOP = of_model(
-    "dense layers beside experts, without a pipeline",
-    lambda cfg: DENSE_LAYERS.holds(cfg) and cfg.parallel.pipeline == 1,
-    {"model.dense_layers": 0},
 )
 BEFORE_STAGES = of_model(
     "layers before the stages of a pipeline",
     lambda cfg: layers_before_stages(cfg.model, cfg.parallel) > 0,
-    {"model.dense_layers": 0},
-)
-DENSE_BETWEEN = of_model(
-    "dense layers between layers with experts (`model.moe_every`)",
-    _dense_between,
-    {"model.moe_every": 1, "model.dense_layers": 0},
 )
 LATENT = some_layer(
     "latent attention",
     "mixer",
     lambda layer: isinstance(layer.mixer, LatentAttention),
-    "model.kv_lora_rank",
 )
 RECURRENT = some_layer(
     "recurrent layers",
     "mixer",
     lambda layer: layer.mixer is not None and layer.mixer.recurrent,
-    "model.layer_pattern",
 )
 KIMI_DELTA = some_layer(
     "Kimi Delta Attention",
     "mixer",
     lambda layer: isinstance(layer.mixer, KimiDeltaAttention),
-    "model.layer_pattern",
 )
 LAST_RECURRENT = of_model(
     "a recurrent last layer",
-    lambda cfg: isinstance(model_of(cfg.model).layers[-1].mixer, Recurrent),
-    _PATTERN,
+    lambda cfg: isinstance(cfg.model.layers[-1].mixer, Recurrent),
 )
 DIFFERENT_LAYERS = of_model(
     "layers that differ (kinds, windows, positions)",
-    lambda cfg: len({layer.mixer for layer in model_of(cfg.model).distinct}) > 1,
-    _LAYERS,
+    lambda cfg: len({layer.mixer for layer in cfg.model.distinct}) > 1,
 )
 SEVERAL_STACKS = of_model(
     "layers of several names, dense ones included",
-    lambda cfg: len(model_of(cfg.model).stacks) > 1,
-    _PATTERN | {"model.dense_layers": 0},
+    lambda cfg: len(cfg.model.stacks) > 1,
 )
-SEVERAL_IN_LIST = of_model(
-    "a list of layers that differ", lambda cfg: len(dict.fromkeys(cfg.model.layers)) > 1, {}
-)
-QK_NORM = _attention("a norm of queries and keys", "qk_norm", "model.qk_norm", None)
+SEVERAL_IN_LIST = of_model("a list of layers that differ", lambda cfg: len(cfg.model.distinct) > 1)
+QK_NORM = _attention("a norm of queries and keys", "qk_norm", None)
 CHUNKED = some_layer(
     "attention within chunks",
     "mixer.chunk",
     lambda one: isinstance(one.mixer, Attention | LatentAttention) and one.mixer.chunk is not None,
-    "model.attention_chunk",
     None,
 )
-SOFTCAP = _attention("a cap of scores", "softcap", "model.attention_softcap", None)
-SINKS = _attention("attention sinks", "sinks", "model.attention_sinks", False)
-OTHER_ATTENTION = _attention(
-    "a registered attention function", "function", "model.attention", "softmax"
-)
+SOFTCAP = _attention("a cap of scores", "softcap", None)
+SINKS = _attention("attention sinks", "sinks", False)
+OTHER_ATTENTION = _attention("a registered attention function", "function", "softmax")
 USER_HEADS = some_layer(
     "attention with another method `heads`",
     "mixer",
     lambda one: isinstance(one.mixer, Attention) and type(one.mixer).heads is not Attention.heads,
-    "model.layers",
 )
 DIFFERENT_HEADS = of_model(
     "layers with different numbers of heads",
     lambda cfg: len(_numbers_of_heads(cfg)) > 1,
-    {},
 )
-PARALLEL_BLOCK = some_layer(
-    "parallel blocks", "parallel", lambda one: one.parallel != "", "model.parallel_block", ""
-)
+SCALED_LAYERS = some_layer("scaled layers", "scaled", lambda layer: layer.scaled, False)
+PARALLEL_BLOCK = some_layer("parallel blocks", "parallel", lambda one: one.parallel != "", "")
 
 # ------------------------------------------------------------------------------ fields of a config
 
@@ -178,7 +135,6 @@ POST_UPDATES = changed("train.post_updates")
 Z_LOSS, Z_LOSS_SCHEDULE = changed("train.z_loss"), changed("train.z_loss_schedule")
 BATCHES, LENGTHS = changed("train.batch_schedule"), changed("data.length_schedule")
 EPOCHS, MIXTURE = changed("train.num_epochs"), changed("data.mixture")
-PATTERN, LAYER_SCALE = changed("model.layer_pattern"), changed("model.layer_scale")
 DILOCO, EMA, QK_CLIP = map(changed, ("diloco.every", "optimizer.ema_decay", "optimizer.qk_clip"))
 MOMENTS_ON_HOST = changed("optimizer.offload")
 MASTERS_ON_HOST = changed("optimizer.offload_masters")
@@ -190,10 +146,9 @@ UNROLL = equal("parallel.layer_loop", "unroll")
 ROW_GROUPS, REMAT_GROUP = changed("parallel.row_groups"), changed("parallel.remat_group")
 FLOAT8 = changed("compute.matmul_dtype")
 FLOAT16 = equal("compute.dtype", "float16", better="bfloat16")
-LEARNED_POSITIONS, LAYER_NORM = changed("model.positions"), changed("model.norm")
+LEARNED_POSITIONS, LAYER_NORM = changed("model.max_positions"), changed("model.norm.kind")
 ZERO_BUBBLE = both(equal("parallel.schedule", "zero_bubble"), PIPELINE)
 RING = both(equal("parallel.context", "ring"), SEQUENCE)
-DENSE_BEFORE_STAGES = both(DENSE_LAYERS, PIPELINE)
 BACKEND = "compute.attention_backend"
 _KERNELS = equal(BACKEND, "cudnn", "pallas_hopper", "triton")
 _FIRST_IN_BLOCKS, _SECOND_IN_BLOCKS = (
@@ -256,9 +211,8 @@ TABLE: tuple[Incompatible, ...] = (
     _ROW(ROUTING, LORA, "the router is frozen"),
     # Multi-token prediction
     _ROW(LAST_RECURRENT, MTP, "a module is as the last layer"),
-    _ROW(DENSE_BETWEEN, MTP, "a module is as the last layer"),
     _ROW(changed("model.logits_scaling"), MTP, "modules read what the head reads, unscaled"),
-    _ROW(LAYER_SCALE, MTP, _UNVERIFIED),
+    _ROW(SCALED_LAYERS, MTP, _UNVERIFIED),
     # µP
     _ROW(unequal("optimizer.name", *_RATES_BY_WIDTH), MUP, "it has no learning rate by width"),
     _ROW(RECURRENT, MUP, "µP's factors do not hold for them"),
@@ -288,7 +242,6 @@ TABLE: tuple[Incompatible, ...] = (
     _ROW(OTHER_ATTENTION, QK_CLIP, "it has other logits"),
     _ROW(USER_HEADS, QK_CLIP, "it has other logits"),
     _ROW(DIFFERENT_HEADS, QK_CLIP, "it measures as many heads in each layer"),
-    _ROW(PATTERN, QK_CLIP, "it rescales the weights of one kind of layer"),
     _ROW(BEFORE_STAGES, QK_CLIP, "layers before the stages are not clipped"),
     _ROW(MTP, QK_CLIP, "attention in modules is not clipped"),
     _ROW(LORA, QK_CLIP, "adapters alone are trained"),
@@ -305,7 +258,6 @@ TABLE: tuple[Incompatible, ...] = (
         "one layer, or rows of a table, are updated at a time",
     ),
     # Layers and their loops
-    _ROW(SCAN, DENSE_IN_LOOP, "a scan executes layers of one kind"),
     _ROW(ROW_GROUPS, SCAN, "groups take turns in unrolled layers"),
     _ROW(changed("parallel.remat_layers"), SCAN, "a scan has one policy"),
     _ROW(REMAT_GROUP, UNROLL, "it groups layers of a scan"),
@@ -315,22 +267,15 @@ TABLE: tuple[Incompatible, ...] = (
         "it saves nothing in host memory",
     ),
     _ROW(PARALLEL_BLOCK, ROW_GROUPS, "its branches do not wait for one another"),
-    _ROW(PATTERN, VIRTUAL_STAGES, "a chunk would have parts of several stacks"),
-    _ROW(PATTERN, changed("parallel.layers_per_stage"), "stages have whole periods"),
-    _ROW(PATTERN, REMAT_GROUP, "a scan's step has a period of layers"),
     _ROW(SEVERAL_IN_LIST, REMAT_GROUP, "a scan's step has a period of layers"),
-    _ROW(PATTERN, ROUTING, "it records one stack of layers"),
-    _ROW(DENSE_BETWEEN, ROUTING, "it records one stack of layers"),
     *(
         _ROW(one, other, _UNVERIFIED)
         for one in (LAYER_NORM, PARALLEL_BLOCK, LEARNED_POSITIONS, SOFTCAP, CHUNKED)
-        for other in (LATENT, PATTERN)
+        for other in (LATENT, RECURRENT)
         if (one, other) != (SOFTCAP, LATENT)  # which has no cap
     ),
     *(_ROW(one, MTP, _UNVERIFIED) for one in (LAYER_NORM, LEARNED_POSITIONS)),
     # Pipelines
-    _ROW(DENSE_BETWEEN, PIPELINE, "stages begin with the same kind of layer"),
-    _ROW(DIFFERENT_LAYERS, DENSE_BEFORE_STAGES, "stages begin with the same kind of layer"),
     _ROW(FLOAT8, BEFORE_STAGES, "layers before the stages are not rounded"),
     _ROW(VIRTUAL_STAGES, equal("parallel.schedule", "gpipe"), "it does not interleave stages"),
     _ROW(unequal("parallel.zero", 1), ZERO_BUBBLE, "stages choose by a branch, without gathers"),

@@ -1,4 +1,4 @@
-"""`model.layers`, a model that is composed of layers: its JSON, its summary in flags, its checks.
+"""`model.layers`: their JSON, their checks, and the addresses of their fields.
 
 JSON has each different layer once, with the class and the fields of each component that are not the
 defaults. Classes of jaxpar are named by their name alone; others as `file.py:Class`, and reading
@@ -13,17 +13,15 @@ from typing import Any
 
 from jaxpar.components import attention, experts, feed_forward, latent_attention, recurrent, rope
 from jaxpar.components.component import Component, FeedForward, Mixer
-from jaxpar.components.model import Layer
+from jaxpar.components.model import Layer, Model
 from jaxpar.components.ranges import Range, Reals, declared_range
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.names import name_of
 
 FIELD = "model.layers"
 
-#: Fields of `model` that are not of layers, and may be set beside them.
-BESIDE = """d_model vocab_size init_std tie_embeddings norm norm_eps norm_offset embed_scale
-embedding_multiplier residual_multiplier logits_scaling logits_softcap mup mtp_depth layers
-num_layers max_positions""".split()
+#: Fields of `model` beside its layers.
+BESIDE = tuple(field.name for field in dataclasses.fields(Model) if field.name != "layers")
 
 #: The key of the class among the fields of a component in JSON.
 CLASS = "class"
@@ -209,7 +207,7 @@ def _again(value: Any) -> Any:
 
 
 def check_layers(layers: Any) -> None:
-    """Check the layers of a composed model.
+    """Check the layers of a model.
 
     Raises:   ConfigError naming the layer: for what is no layer, for a component of which the code
               is not loaded, and for a field of another type.
@@ -242,7 +240,7 @@ def check_layers(layers: Any) -> None:
 
 
 #: Names that no layer may have: fields of a model, and groups of weights that are of no layer.
-_TAKEN = {*BESIDE, "embed", "head", "final_norm", "final_norm_bias", "mtp", "top"} - {"layers"}
+_TAKEN = {*BESIDE, "num_layers", "embed", "head", "final_norm", "final_norm_bias", "mtp", "top"}
 
 
 # ----------------------------------------------------------------------------------- addresses
@@ -346,39 +344,3 @@ def numbers_in_layers(layers: Sequence[Layer]) -> Iterator[tuple[str, Any, Range
 
     for layer in dict.fromkeys(layers):
         yield from inside(layer, f"model.{layer.name}")
-
-
-# ------------------------------------------------------------------------------------- summary
-
-
-@functools.lru_cache(maxsize=256)
-def summary(layers: tuple[Layer, ...]) -> dict[str, Any]:
-    """Return the flags of `ModelConfig` that describe a composed model: those of the first layer
-    with each kind of component, for code that reads flags."""
-    found: dict[str, Any] = {"num_layers": len(layers)}
-    mixers = [layer.mixer for layer in layers if layer.mixer]
-    forwards = [layer.feed_forward for layer in layers if layer.feed_forward]
-    of_experts = [f for f in forwards if isinstance(f, experts.Experts)]
-    dense = [f for f in forwards if isinstance(f, feed_forward.Glu)]
-    softmax = [a for a in mixers if isinstance(a, attention.Attention)]
-    if softmax:
-        first = softmax[0]
-        for name in ("num_heads", "num_kv_heads", "head_dim", "value_norm"):
-            found[name] = getattr(first, name)
-        found |= {"qkv_bias": first.bias, "out_bias": first.out_bias}
-        found |= {"attention_gate": first.gate, "attention_sinks": first.sinks}
-        found["attention_softcap"] = first.softcap
-        found["sliding_window"] = first.window
-        found["attention_chunk"] = first.chunk
-    if of_experts:
-        one = of_experts[0]
-        found |= {"num_experts": one.num_experts, "experts_per_token": one.experts_per_token}
-        found |= {"router_bias": one.router.balancing_bias, "d_ff": one.expert.d_ff}
-        found["num_shared_experts"] = one.num_shared_experts
-        found["mlp_gate"] = not isinstance(one.expert, feed_forward.Mlp)
-    elif dense:
-        found |= {"d_ff": dense[0].d_ff, "mlp_bias": dense[0].bias}
-        found["mlp_gate"] = not isinstance(dense[0], feed_forward.Mlp)
-        act = dense[0].activation
-        found["activation"] = act if isinstance(act, str) else "clamped_swiglu"
-    return found

@@ -7,12 +7,12 @@ published config.json (`convert/shape.py`).
 import dataclasses
 from collections.abc import Callable, Sequence
 
-from jaxpar.config import Config, ConfigError, ModelConfig
+from jaxpar.config import Config, ConfigError, Model
 
 FROM, FAMILY = "--model.from", "--model.family"
 
 #: (name or folder of a published model, its family or None, the config's model) -> its model.
-type ModelReader = Callable[[str, str | None, ModelConfig], ModelConfig]
+type ModelReader = Callable[[str, str | None, Model], Model]
 
 
 def take_source(args: Sequence[str]) -> tuple[list[str], dict[str, str]]:

@@ -19,8 +19,8 @@ from jaxpar.config.resolve import (
     fill_microbatches,
     fill_steps,
 )
-from jaxpar.config.rules.composed import (
-    composed,
+from jaxpar.config.rules.components import (
+    before_stages,
     float8_of_components,
     of_components,
     recurrences,
@@ -29,8 +29,6 @@ from jaxpar.config.rules.data import data, schedules, sizes_of_steps
 from jaxpar.config.rules.divisibility import divisibility
 from jaxpar.config.rules.experts import experts
 from jaxpar.config.rules.guard import guards
-from jaxpar.config.rules.latent_attention import latent_attention
-from jaxpar.config.rules.layer_pattern import layer_pattern
 from jaxpar.config.rules.layout import (
     automatic,
     compressed_sums,
@@ -46,13 +44,8 @@ from jaxpar.config.rules.memory import (
 )
 from jaxpar.config.rules.metrics import sinks
 from jaxpar.config.rules.model import (
-    activation,
     attention,
-    block,
-    factors,
     float8_matmuls,
-    layer_kinds,
-    model,
     of_stream,
     vocabulary,
 )
@@ -63,7 +56,6 @@ from jaxpar.config.rules.objectives.dpo import dpo
 from jaxpar.config.rules.objectives.mtp import multi_token_prediction
 from jaxpar.config.rules.parallel.diloco import diloco
 from jaxpar.config.rules.parallel.zero_bubble import enough_microbatches
-from jaxpar.config.rules.rope import rope
 from jaxpar.config.rules.run import (
     best,
     evaluation,
@@ -86,17 +78,10 @@ _BASIC = (
     schedule,
     moments,
     offloaded_masters,
-    latent_attention,
-    rope,
-    model,
-    activation,
-    block,
-    factors,
     of_stream,
     float8_matmuls,
     attention,
-    composed,
-    layer_pattern,
+    before_stages,
     recurrences,
     layers,
 )
@@ -104,11 +89,9 @@ _RULES: tuple[Rule, ...] = (
     of_components,
     combinations,
     *(remat, saving, guards, profile, sinks, interleaving, automatic, compressed_sums),
-    *(experts, layer_kinds, lora, mup, multi_token_prediction),
+    *(experts, lora, mup, multi_token_prediction),
     *(evaluation, best, dpo, distillation, of_features, diloco, own_values),
 )
-#: Rules about the flags that describe layers. A composed model's components have rules instead.
-_OF_FLAGS = (latent_attention, rope, model, activation, block, factors, layer_kinds, layer_pattern)
 _OF_MESH = (float8_of_components, divisibility, blocks_of_moments, enough_microbatches)
 
 
@@ -174,5 +157,4 @@ def _of_mesh(cfg: Config) -> None:
 
 def _each_rule(cfg: Config) -> None:
     for stage in ((numbers,), _BASIC, _RULES):
-        skipped = _OF_FLAGS if cfg.model.layers else ()
-        collected((rule for rule in stage if rule not in skipped), cfg)
+        collected(stage, cfg)

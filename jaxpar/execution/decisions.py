@@ -13,9 +13,7 @@ from typing import Literal
 from jaxpar.components.component import NormForm
 from jaxpar.components.experts import experts_in
 from jaxpar.config import Config, replace
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.expert_placement import expert_ways, spreads_experts
-from jaxpar.config.layout.layer_split import layer_period
 from jaxpar.config.remat_policies import saved_names, saves_on_host, without_mark
 from jaxpar.kernels.platform import Platform
 
@@ -99,7 +97,7 @@ class Execution:
         tokens  Each token to all others: n - 1 copies of it. A permute each, by copy engines.
         rows    A row for each of its k experts, of which (n - 1) / n have another device, and the
                 slack of the all-to-all's static shapes: slack k (n - 1) / n copies."""
-        p, of_layers = self.cfg.parallel, experts_in(model_of(self.cfg.model))
+        p, of_layers = self.cfg.parallel, experts_in(self.cfg.model)
         if p.expert_dispatch != "auto":
             return p.expert_dispatch
         fewest = min((of.experts_per_token for of in of_layers), default=1)
@@ -134,7 +132,7 @@ class Execution:
             yield "weights: gathered per layer, one layer ahead"
         elif self.scatters_per_layer:
             yield "gradients: scattered per layer"
-        if expert_ways(p) > 1 and experts_in(model_of(self.cfg.model)):
+        if expert_ways(p) > 1 and experts_in(self.cfg.model):
             over = " over expert and tensor" if spreads_experts(p) else ""
             yield f"experts: dispatch by {self.expert_dispatch}{over}"
         if p.num_microbatches > 1 or p.pipeline > 1:
@@ -207,13 +205,13 @@ def _splits_matmuls(cfg: Config, platform: Platform) -> bool:
 def _fuses_gate_up(cfg: Config) -> bool:
     c = cfg.compute
     dtype_allows = c.matmul_dtype == "compute" or c.float8_scaling == "tensor"
-    feed_forwards = {layer.feed_forward for layer in model_of(cfg.model).layers} - {None}
+    feed_forwards = {layer.feed_forward for layer in cfg.model.layers} - {None}
     allowed = all(one.fuses_gate_up for one in feed_forwards if one) and bool(feed_forwards)
     return dtype_allows and allowed and not cfg.lora.rank and cfg.parallel.row_groups == 1
 
 
 def _norm(cfg: Config, fused_gate_up: bool) -> NormForm:
-    c, model = cfg.compute, model_of(cfg.model)
+    c, model = cfg.compute, cfg.model
     after = any(layer.norms == "after" for layer in model.layers)
     if cfg.parallel.tensor > 1 or cfg.lora.rank or after or model.norm.kind == "layer":
         return "written"
@@ -237,7 +235,7 @@ def _layers_per_vjp(cfg: Config, stage_wide: bool) -> int:
     ahead = stage_wide or saves_on_host(p)
     if ahead or p.row_groups > 1 or p.layer_loop == "scan":
         return 0
-    return layer_period(cfg.model)
+    return cfg.model.repetition.period
 
 
 def rows_per_device(cfg: Config) -> int:

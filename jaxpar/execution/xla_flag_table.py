@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxpar.components.experts import experts_in
-from jaxpar.config.layout.composition import model_of
 from jaxpar.execution.decisions import Execution
 
 
@@ -59,7 +58,7 @@ def with_experts_apart(ex: Execution) -> bool:
     """Layers send tokens to their experts by permutes, and nothing else by permutes."""
     # Pipelines send them by all-to-alls.
     p = ex.cfg.parallel
-    apart = p.expert > 1 and p.pipeline == 1 and bool(experts_in(model_of(ex.cfg.model)))
+    apart = p.expert > 1 and p.pipeline == 1 and bool(experts_in(ex.cfg.model))
     return apart and not with_permutes(ex)
 
 

@@ -6,14 +6,11 @@ from typing import Any
 
 from jaxpar.components.component import Component
 from jaxpar.components.model import Layer
-from jaxpar.config import ConfigError, ModelConfig
-from jaxpar.config.layers import BESIDE, addressed, with_value
-from jaxpar.config.layout.composition import model_of
+from jaxpar.config import ConfigError, Model
+from jaxpar.config.layers import addressed, with_value
 
 
-def swap(
-    model: ModelConfig, part: str, component: type[Component] | None, **fields: Any
-) -> ModelConfig:
+def swap(model: Model, part: str, component: type[Component] | None, **fields: Any) -> Model:
     """Return a model in which another component has the place of one.
 
     Args:
@@ -25,7 +22,7 @@ def swap(
     Raises:   ConfigError for an address of no component, and for fields that are missing or
               unknown.
     """
-    layers, star = _layers(model), "*" in part.split(".")
+    layers, star = model.layers, "*" in part.split(".")
     found = [
         (path, old)
         for path, old in addressed(layers, part.split("."))
@@ -36,7 +33,7 @@ def swap(
         raise ConfigError("swap", part, "is no part of the model", f"use one of {near}")
     for path, old in found:
         layers = with_value(layers, path, component and _made(path, old, component, fields))
-    return _composed(model).with_layers(layers)
+    return model.with_layers(layers)
 
 
 def _made(path: str, old: Any, component: type[Component], fields: dict[str, Any]) -> Component:
@@ -57,18 +54,6 @@ def _made(path: str, old: Any, component: type[Component], fields: dict[str, Any
         fix = f"give {', '.join(missing)} to swap" if missing else f"use {', '.join(known)}"
         raise ConfigError(path, type(old).__name__, rule, fix)
     return component(**taken)
-
-
-def _layers(model: ModelConfig) -> tuple[Layer, ...]:
-    return model_of(model).layers
-
-
-def _composed(model: ModelConfig) -> ModelConfig:
-    """Return a model of layers without the flags that describe them."""
-    if model.layers:
-        return model
-    kept = [name for name in BESIDE if name not in ("layers", "num_layers")]
-    return ModelConfig(**{name: getattr(model, name) for name in kept}, layers=_layers(model))
 
 
 def _parts(layers: Sequence[Layer]) -> list[str]:

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.config import Config, ConfigError, ModelConfig, TrainConfig
-from jaxpar.config.layout.composition import model_of
+from jaxpar.config import Config, ConfigError, Model, TrainConfig
 from jaxpar.model.parameters import specs_of
 from jaxpar.model.plain import decoder
 from jaxpar.model.plain.feed_forward import router_loss
@@ -21,13 +20,13 @@ from jaxpar.sharding.initial_values import initialize
 from jaxpar.sharding.params import flat
 
 # A model is an argument of traced functions, and part of what they are compiled for.
-jax.tree_util.register_static(ModelConfig)
+jax.tree_util.register_static(Model)
 
 #: Parameters: dicts of float32 arrays under the names of a checkpoint.
 type Params = dict[str, Any]
 
 
-def init(model: ModelConfig, key: jax.Array) -> Params:
+def init(model: Model, key: jax.Array) -> Params:
     """Return initial parameters.
 
     Args:     model: the section of a config. key: from `jax.random.key`.
@@ -40,7 +39,7 @@ def init(model: ModelConfig, key: jax.Array) -> Params:
 
 
 @jax.jit
-def _init(model: ModelConfig, key: jax.Array) -> Params:
+def _init(model: Model, key: jax.Array) -> Params:
     # Compiled, as in a run: eagerly, values would differ in the last bit.
     return initialize(specs_of(Config(model=model)), key)
 
@@ -48,7 +47,7 @@ def _init(model: ModelConfig, key: jax.Array) -> Params:
 def apply(
     params: Params,
     tokens: jax.Array,
-    model: ModelConfig,
+    model: Model,
     *,
     positions: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
@@ -69,7 +68,7 @@ def apply(
 def loss(
     params: Params,
     batch: Batch | Mapping[str, Any],
-    model: ModelConfig,
+    model: Model,
     loss: AnyLoss = NextToken(),  # noqa: B008, a constant
 ) -> jax.Array:
     """Compute the mean loss of a batch: a scalar, to differentiate by `params`.
@@ -93,7 +92,7 @@ def loss_of_logical(params: Params, batch: Batch, cfg: Config, loss: AnyLoss) ->
     """
     terms = loss if isinstance(loss, Loss) else Loss()
     of_tokens = loss.plain if isinstance(loss, Loss) else loss
-    cfg, model = _with_terms(cfg, terms), model_of(cfg.model)
+    cfg, model = _with_terms(cfg, terms), cfg.model
     params = decoder.scale_adapters(params, cfg)
     x, routings = decoder.hidden_and_routings(params, batch, cfg)
     scores = Scores(decoder.output(x, params, model), jnp.asarray(batch.labels))
@@ -148,7 +147,7 @@ def _batch(given: Batch | Mapping[str, Any]) -> Batch:
 _ARRAYS = ("tokens", "labels", "positions", "segment_ids")
 
 
-def _check(params: Params, model: ModelConfig) -> None:
+def _check(params: Params, model: Model) -> None:
     """Raises:   ConfigError unless the parameters have the names and shapes of a model's."""
     _require_model(model)
     wanted = {name: spec.shape for name, spec in flat(specs_of(Config(model=model))).items()}
@@ -165,6 +164,6 @@ def _check(params: Params, model: ModelConfig) -> None:
 
 def _require_model(model: Any) -> None:
     """Raises:   ConfigError for what is no section `model`."""
-    if not isinstance(model, ModelConfig):
+    if not isinstance(model, Model):
         rule = "must be the section `model` of a config"
         raise ConfigError("model", type(model).__name__, rule, "use config.model")

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.components.attention import Attention
 from jaxpar.components.latent_attention import LatentAttention
-from jaxpar.components.model import Layer
+from jaxpar.components.model import STACK_OF_MODULES, Layer
 from jaxpar.config import (
     CheckpointConfig,
     Config,
@@ -28,7 +28,6 @@ from jaxpar.config import (
     OptimizerConfig,
     ParallelConfig,
 )
-from jaxpar.config.layout.composition import STACK_OF_MODULES, model_of
 from jaxpar.execution.decisions import execution_of
 from jaxpar.inference.options import Sampling
 from jaxpar.model import decode, fused_weights, transformer
@@ -68,9 +67,6 @@ def seeing_as_in_training(cfg: Config) -> Config:
     Global layers between layers with a sliding window still attend to all tokens.
     """
     m, length = cfg.model, cfg.data.seq_len
-    if not m.layers:
-        window = min(m.sliding_window or length, length)
-        return dataclasses.replace(cfg, model=dataclasses.replace(m, sliding_window=window))
     local = any(getattr(layer.mixer, "window", None) for layer in m.layers)
 
     def seeing(layer: Layer) -> Layer:
@@ -227,7 +223,7 @@ def make_programs(
 ) -> Programs:
     """Make the `Programs` for a cache of `slots` positions."""
     cfg = seeing_as_in_training(cfg)
-    cache = decode.cache_specs(model_of(cfg.model).layers, slots)
+    cache = decode.cache_specs(cfg.model.layers, slots)
     weights, plain = PartitionSpec(TENSOR), PartitionSpec()
     reread = tokens_to_reread(cfg, slots)
     rows = Rows(cache, plain, plain, plain, plain if reread else None)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from jaxpar.config import Config, ConfigError, ModelConfig
+from jaxpar.config import Config, ConfigError, Model
 from jaxpar.inference.options import Sampling
 from jaxpar.model import decode
 from jaxpar.sharding.axes import TENSOR
@@ -135,7 +135,7 @@ def make_scores(cfg: Config, mesh: Mesh, vocab_size: int) -> Scores:
 
 
 def _in_pieces(
-    weights: Any, h: jax.Array, wanted: jax.Array, m: ModelConfig, vocab_size: int
+    weights: Any, h: jax.Array, wanted: jax.Array, m: Model, vocab_size: int
 ) -> tuple[jax.Array, jax.Array]:
     B, T, D = h.shape
 

@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.code import with_code
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.schema.optimizer import TRAINED, Weights
 from jaxpar.config.validate import resolve
 from jaxpar.convert.hf import chat_format
@@ -66,7 +65,7 @@ def check_cache(
     Raises:   ConfigError that names --max-tokens.
     """
     tensor = cfg.parallel.tensor
-    stacks = [model_of(cfg.model).layers, *([layers_of(cfg.model)] if modules else [])]
+    stacks = [cfg.model.layers, *([layers_of(cfg.model)] if modules else [])]
     needed = sum(cache_bytes(cfg, rows, slots, tensor, layers=layers) for layers in stacks)
     there = _device_memory()
     if needed > there:

@@ -14,7 +14,6 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.config import Config
-from jaxpar.config.layout.composition import model_of
 from jaxpar.inference.generation import (
     CHUNK,
     chances,
@@ -123,7 +122,7 @@ def make_programs(
     """Make the `SpeculativePrograms` for a cache of `slots` positions."""
     cfg = seeing_as_in_training(cfg)
     plain = PartitionSpec()
-    cache = decode.cache_specs(model_of(cfg.model).layers, slots)
+    cache = decode.cache_specs(cfg.model.layers, slots)
     of_modules = decode.cache_specs(modules.layers_of(cfg.model), slots)
     rows = SpeculativeRows(cache, of_modules, plain, plain, plain, plain, plain)  # type: ignore[arg-type]
     weights = PartitionSpec(TENSOR)

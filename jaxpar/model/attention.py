@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.components.attention import Attention
-from jaxpar.config import Config, ModelConfig, registry
+from jaxpar.config import Config, Model, registry
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named
 from jaxpar.kernels.attention import AttentionMask, attention
@@ -76,7 +76,7 @@ def _gate(h: NormOutput, w: Weights) -> jax.Array:
 
 
 @jax.named_scope("qkv")
-def qkv(h: NormOutput, w: Weights, a: Attention, m: ModelConfig) -> list[jax.Array]:
+def qkv(h: NormOutput, w: Weights, a: Attention, m: Model) -> list[jax.Array]:
     """Compute queries [B, T, H, K], keys and values [B, T, G, K] by one column-parallel matmul.
 
     Without a projection of values, they are the keys (`Attention.keys_as_values`).
@@ -106,7 +106,7 @@ _one_gradient.defvjp(lambda x: (x, None), lambda _, g: (lax.optimization_barrier
 
 
 def positioned(
-    q: jax.Array, k: jax.Array, w: Weights, context: AttentionContext, a: Attention, m: ModelConfig
+    q: jax.Array, k: jax.Array, w: Weights, context: AttentionContext, a: Attention, m: Model
 ) -> tuple[jax.Array, jax.Array]:
     """Apply norms, then RoPE unless it is None, to queries and keys, [B, T, heads, K].
 

@@ -19,8 +19,7 @@ from jaxpar.components.costs import Heads
 from jaxpar.components.latent_attention import LatentAttention
 from jaxpar.components.model import Layer
 from jaxpar.components.rope import Rope
-from jaxpar.config import Config, ModelConfig
-from jaxpar.config.layout.composition import layer_of_modules, model_of
+from jaxpar.config import Config, Model
 from jaxpar.kernels.attention import AttentionMask
 from jaxpar.model.rope import Tables, query_growth, query_scale, rope_tables
 from jaxpar.parallel.context import mask_across
@@ -94,10 +93,10 @@ class Contexts:
         return Contexts(self.views, tuple(map(fn, self.each)))
 
 
-def views_of(m: ModelConfig) -> tuple[AttentionView, ...]:
+def views_of(m: Model) -> tuple[AttentionView, ...]:
     """Return the different views of a model's attention, in the order of the first layers that have
     them; one, if there is no attention."""
-    layers = [*model_of(m).layers, *[layer_of_modules(m)] * (m.mtp_depth > 0)]
+    layers = [*m.layers, *[m.module_layer] * (m.mtp_depth > 0)]
     mixers = [layer.mixer for layer in layers]
     attends = [one for one in mixers if isinstance(one, Attention | LatentAttention)]
     return tuple(dict.fromkeys(map(AttentionView.of, attends))) or (AttentionView(),)
@@ -128,11 +127,11 @@ def context_of_layer(contexts: Contexts, layer: Layer) -> AttentionContext:
     return dataclasses.replace(contexts.each[at], of=layer)
 
 
-def attention_layers(m: ModelConfig) -> tuple[Layer, ...]:
+def attention_layers(m: Model) -> tuple[Layer, ...]:
     """Return a layer of each kind of softmax attention: of other heads, or with a mask of its
     own."""
     found: dict[tuple, Layer] = {}
-    for layer in model_of(m).layers:
+    for layer in m.layers:
         heads = layer.mixer.attention_heads if layer.mixer else None
         view = AttentionView.of(layer.mixer)
         if heads and not heads.is_own:
@@ -221,7 +220,7 @@ def _describe(
         scale = query_scale(batch.positions, view.rope)
     elif view.growth is not None:
         scale = query_growth(batch.positions, view.growth)
-    mixers = {layer.mixer for layer in model_of(cfg.model).layers}
+    mixers = {layer.mixer for layer in cfg.model.layers}
     others = any(one and not isinstance(one, Attention | LatentAttention) for one in mixers)
     own = any(one and not one.uses_products for one in mixers)
     return AttentionContext(

@@ -8,9 +8,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from jaxpar.components.model import Layer
-from jaxpar.config import Config, ModelConfig
-from jaxpar.config.layout.composition import STACK_OF_MODULES, layer_of_modules, model_of
+from jaxpar.components.model import STACK_OF_MODULES, Layer
+from jaxpar.config import Config, Model
 from jaxpar.config.layout.layer_split import layers_before_stages, slots_per_chunk
 
 #: What the prefixes of layers before the stages begin with, before their index.
@@ -21,7 +20,7 @@ BEFORE_STAGES = "dense"
 def layers_of_chunk(cfg: Config) -> tuple[Layer, ...]:
     """Return the layer of each slot of a chunk of a stage: the same layers in every chunk."""
     before = layers_before_stages(cfg.model, cfg.parallel)
-    return model_of(cfg.model).layers[before:][: slots_per_chunk(cfg)]
+    return cfg.model.layers[before:][: slots_per_chunk(cfg)]
 
 
 def scan_period(layers: tuple[Layer, ...]) -> int:
@@ -52,8 +51,8 @@ def with_layers(fn: Callable[..., Any], cfg: Config, layers: tuple, *rest: tuple
     return tuple(map(in_chunk, layers, *rest))
 
 
-def layer_outside(prefix: str, m: ModelConfig) -> Layer:
+def layer_outside(prefix: str, m: Model) -> Layer:
     """Return a layer outside the stages. Args:     prefix: what its flat names begin with."""
     if prefix.startswith(STACK_OF_MODULES):
-        return layer_of_modules(m)
-    return model_of(m).layers[int(prefix.strip(".").removeprefix(BEFORE_STAGES))]
+        return m.module_layer
+    return m.layers[int(prefix.strip(".").removeprefix(BEFORE_STAGES))]

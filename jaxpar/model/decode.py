@@ -19,8 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.components.model import Layer
-from jaxpar.config import Config, ModelConfig
-from jaxpar.config.layout.composition import model_of
+from jaxpar.config import Config, Model
 from jaxpar.execution.decisions import execution_of
 from jaxpar.kernels.norm import NormOutput
 from jaxpar.model import embedding, norm, transformer
@@ -73,7 +72,7 @@ def empty_cache(cfg: Config, rows: int, slots: int, *, layers: Sequence[Layer] =
 
 
 def _empty(cfg: Config, rows: int, slots: int, tensor: int, layers: Sequence[Layer]) -> Cache:
-    model = model_of(cfg.model)
+    model = cfg.model
     size = HeldSize(rows, slots, tensor, jnp.dtype(cfg.compute.dtype), model)
     mixers = [layer.mixer for layer in layers or model.layers]
     return Cache(tuple(mixer and computation(mixer).held(mixer, size) for mixer in mixers), slots)
@@ -113,7 +112,7 @@ def step(
     return _through(weights, tokens, position, cache, cfg, None, length)
 
 
-def logits(weights: Tree, h: jax.Array, m: ModelConfig) -> jax.Array:
+def logits(weights: Tree, h: jax.Array, m: Model) -> jax.Array:
     """Compute logits: [B, D] -> float32 [B, V], complete on each device.
 
     Communication: an all-gather over TENSOR.
@@ -135,7 +134,7 @@ def _through(
     x = embed(weights["top"], tokens, positions, cfg)
     (chunk,) = weights["layers"]
     held, new = list(cache.held), NewTokens(first, positions, lengths)
-    for i, (w, of) in enumerate(zip(chunk, model_of(cfg.model).layers, strict=True)):
+    for i, (w, of) in enumerate(zip(chunk, cfg.model.layers, strict=True)):
         x, held[i] = layer(x, w, context_of_layer(described, of), held[i], new, cfg)
     h = transformer.before_logits(weights["top"], x, cfg.model)
     return h, Cache(tuple(held), cache.slots)
@@ -177,9 +176,9 @@ def context_of(
     return positions, described
 
 
-def last_of_short_angles(m: ModelConfig) -> int | None:
+def last_of_short_angles(m: Model) -> int | None:
     """Return after how many tokens of a text LongRoPE's angles are others; None without it."""
-    ropes = (getattr(layer.mixer, "rope", None) for layer in model_of(m).layers)
+    ropes = (getattr(layer.mixer, "rope", None) for layer in m.layers)
     scalings = (rope.scaling for rope in ropes if rope is not None and rope.scaling is not None)
     return next((s.original_max_position for s in scalings if s.kind == "longrope"), None)
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.config import ModelConfig
+from jaxpar.config import Model
 from jaxpar.sharding.axes import VOCAB_AXES
 
 
@@ -17,7 +17,7 @@ def vocab_shard_index() -> jax.Array:
     return lax.axis_index(VOCAB_AXES)
 
 
-def scaled(rows: jax.Array, m: ModelConfig) -> jax.Array:
+def scaled(rows: jax.Array, m: Model) -> jax.Array:
     """Multiply embeddings by the model's factors."""
     if m.embed_scale:
         rows = rows * math.sqrt(m.d_model)

@@ -17,25 +17,24 @@ that figures stay comparable.
 
 from jaxpar.components.component import Mixer
 from jaxpar.components.model import Layer
-from jaxpar.config import LoraConfig, ModelConfig
-from jaxpar.config.layout.composition import layer_of_modules, model_of
+from jaxpar.config import LoraConfig, Model
 from jaxpar.model.parameters import param_specs
 from jaxpar.sharding.params import count
 
 
-def num_params(model: ModelConfig) -> int:
+def num_params(model: Model) -> int:
     """Return the number of parameters of the model, without adapters."""
     return count(param_specs(model))
 
 
-def num_adapter_params(model: ModelConfig, lora: LoraConfig) -> int:
+def num_adapter_params(model: Model, lora: LoraConfig) -> int:
     """Return the number of parameters of adapters; 0 without adapters."""
     return count(param_specs(model, lora)) - num_params(model)
 
 
-def num_matmul_params(model: ModelConfig) -> int:
+def num_matmul_params(model: Model) -> int:
     """Return the number of parameters used in matmuls for a token. A tied table counts (head)."""
-    table, composed = model.vocab_size * model.d_model, model_of(model)
+    table, composed = model.vocab_size * model.d_model, model
     feed_forwards = (layer.feed_forward for layer in _layers(model))
     idle = sum(one.num_idle(composed) for one in feed_forwards if one)
     again = model.mtp_depth * table  # each module multiplies with the head
@@ -45,7 +44,7 @@ def num_matmul_params(model: ModelConfig) -> int:
 
 
 def train_flops_per_token(
-    model: ModelConfig, seq_len: int, *, causal: bool = True, lora: LoraConfig | None = None
+    model: Model, seq_len: int, *, causal: bool = True, lora: LoraConfig | None = None
 ) -> float:
     """Return the FLOPs of forward and backward per token of a sequence of seq_len.
 
@@ -58,13 +57,13 @@ def train_flops_per_token(
     return matmuls + (1.5 if causal else 3) * attention + recurrence_flops_per_token(model)
 
 
-def recurrence_flops_per_token(model: ModelConfig) -> float:
+def recurrence_flops_per_token(model: Model) -> float:
     """Return the FLOPs of forward and backward of recurrences, token by token. Chunks compute more
     than that."""
     return sum(mixer.model_flops() for mixer in _mixers(model))
 
 
-def attention_kernel_flops(model: ModelConfig, seq_len: int) -> float | None:
+def attention_kernel_flops(model: Model, seq_len: int) -> float | None:
     """Return the FLOPs per token of attention kernels, forward and backward.
 
     Each sequence counts as one document. None for sliding windows and chunks.
@@ -75,10 +74,10 @@ def attention_kernel_flops(model: ModelConfig, seq_len: int) -> float | None:
     return sum(mixer.pair_kernel_flops() for mixer in mixers) * seq_len / 2
 
 
-def _layers(m: ModelConfig) -> list[Layer]:
+def _layers(m: Model) -> list[Layer]:
     """Return the layers of the model, and of each module."""
-    return [*model_of(m).layers, *[layer_of_modules(m)] * m.mtp_depth]
+    return [*m.layers, *[m.module_layer] * m.mtp_depth]
 
 
-def _mixers(m: ModelConfig) -> list[Mixer]:
+def _mixers(m: Model) -> list[Mixer]:
     return [layer.mixer for layer in _layers(m) if layer.mixer]

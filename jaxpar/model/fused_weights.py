@@ -18,8 +18,7 @@ from jax import lax
 from jaxpar.components.axes import RULES
 from jaxpar.components.model import Layer, Model
 from jaxpar.components.weight import Fused, Weight, either_way, fused
-from jaxpar.config import Config, ModelConfig
-from jaxpar.config.layout.composition import layer_of_modules, model_of
+from jaxpar.config import Config
 from jaxpar.config.layout.layer_split import layers_before_stages
 from jaxpar.config.lists.lora_targets import factor
 from jaxpar.execution.decisions import Execution
@@ -58,7 +57,7 @@ COMPLETE = "complete"
 IN_USE = "in_use"
 
 
-def top_dims(top: Tree, m: ModelConfig) -> gather.Dims:
+def top_dims(top: Tree, m: Model) -> gather.Dims:
     """Return TOP_DIMS, and the dimensions of the arrays of layers outside the stages."""
     found = dict(TOP_DIMS)
     for prefix in dict.fromkeys(name.partition(".")[0] for name in top if "." in name):
@@ -72,7 +71,7 @@ def dense_prefix(k: int) -> str:
     return f"{BEFORE_STAGES}{k}"
 
 
-def outside_dims(w: Tree, layer: Layer, m: ModelConfig) -> gather.Dims:
+def outside_dims(w: Tree, layer: Layer, m: Model) -> gather.Dims:
     """Return the FSDP-sharded dimension of each fused array of a layer outside the stages: of a
     module (`mtp/`), or before the stages."""
     return {**layer_dims(w, layer, m), **mtp.DIMS}
@@ -117,9 +116,9 @@ def matrices_of(layer: Layer, model: Model) -> dict[str, Weight]:
     return {name: w for name, w in arrays.items() if w.is_matrix}
 
 
-def layer_dims(w: Tree, layer: Layer, m: ModelConfig) -> gather.Dims:
+def layer_dims(w: Tree, layer: Layer, m: Model) -> gather.Dims:
     """Return `dims_of` a layer, and those of the extra arrays among its weights (`probes.py`)."""
-    dims = dims_of(layer, model_of(m))
+    dims = dims_of(layer, m)
     extra = [name for name in w if is_extra(name)]
     return {**dims, **dict.fromkeys(extra)} if extra else dims
 
@@ -134,16 +133,16 @@ def fuse(params: Tree, ex: Execution) -> Tree:
     Args:     params: all parameters, or the trainable or frozen ones of `params.split`.
     """
     cfg = ex.cfg
-    stacks = {"mtp", *model_of(cfg.model).stacks}
+    stacks = {"mtp", *cfg.model.stacks}
     top = {name: w for name, w in params.items() if name not in stacks}
     if "embed" in top:
         top["head"] = top["head"] if "head" in top else top["embed"].T
     if modules := params.get("mtp"):
         for k, w in enumerate(_each_layer(modules, cfg.model.mtp_depth)):
-            own, layer = _own_of_module(w), layer_of_modules(cfg.model)
+            own, layer = _own_of_module(w), cfg.model.module_layer
             top |= with_prefix(mtp.prefix(k), own | _fuse_layer(w, layer, ex, stacked=False))
     before = layers_before_stages(cfg.model, cfg.parallel)
-    leading = model_of(cfg.model).layers[:before]
+    leading = cfg.model.layers[:before]
     each = {
         name: iter(_each_layer(params[name], [layer.name for layer in leading].count(name)))
         for name in dict.fromkeys(layer.name for layer in leading)
@@ -208,7 +207,7 @@ def _fuse_layer(w: Tree, layer: Layer, ex: Execution, *, stacked: bool) -> Tree:
     cfg = ex.cfg
     lead = next(iter(w.values())).shape[:stacked]
     out = lora.fuse(w, lead, factor(cfg)) if cfg.lora.rank else {}
-    declared = layer.weights(model_of(cfg.model))
+    declared = layer.weights(cfg.model)
     arrays = fused(declared, gate_up=ex.fused_gate_up)
     arrays = {name: array for name, array in arrays.items() if array.parts[0][0] in w}
     # First those that are as they are stored.
@@ -276,7 +275,7 @@ def unstack_layers(tree: Tree, cfg: Config) -> Tree:
     """
     if cfg.parallel.layer_loop == "scan":
         return tree
-    stacks = ["layers"] if "layers" in tree else model_of(cfg.model).stacks
+    stacks = ["layers"] if "layers" in tree else cfg.model.stacks
     found = dict(tree)
     for name in (name for name in stacks if name in tree):
         found[name] = _split_layers(tree[name], next(iter(tree[name].values())).shape[0])
@@ -293,7 +292,7 @@ def with_scales(weights: Tree, shards: Tree, cfg: Config) -> Tree:
     one = jax.tree.leaves(shards["layers"], is_leaf=lambda tree: isinstance(tree, dict))[0]
     if cfg.compute.matmul_dtype == "compute" or all(map(lora.is_adapter, one)):
         return weights
-    model = model_of(cfg.model)
+    model = cfg.model
 
     @jax.named_scope("float8_scales")
     def largest(layer: Layer, w: Tree) -> Tree:

@@ -25,8 +25,7 @@ from jaxpar.components.latent_attention import LatentAttention
 from jaxpar.components.model import Layer
 from jaxpar.components.recurrent import GatedDeltaNet, KimiDeltaAttention, Mamba2
 from jaxpar.components.weight import either_way
-from jaxpar.config import ModelConfig
-from jaxpar.config.layout.composition import model_of
+from jaxpar.config import Model
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named
 from jaxpar.kernels.norm import NormOutput
@@ -150,13 +149,13 @@ class Branch:
             return x, NormOutput(x)
         return norm_of_stream(x, vectors, self.norm, ex)
 
-    def normalized(self, out: jax.Array, vectors: Weights, m: ModelConfig) -> jax.Array:
+    def normalized(self, out: jax.Array, vectors: Weights, m: Model) -> jax.Array:
         """Return the branch's output with its bias, after a norm if the layer has one of it."""
         out = linear.add_bias(out, vectors.get(self.bias or ""))
         last = vectors.get(self.post_norm)
         return _added_by_norm(out) if last is None else norm(out, last, m)
 
-    def add(self, x: jax.Array, out: jax.Array, vectors: Weights, m: ModelConfig) -> jax.Array:
+    def add(self, x: jax.Array, out: jax.Array, vectors: Weights, m: Model) -> jax.Array:
         """Add the branch's `normalized` output to x.
 
         The last branch of a layer then scales the stream, with `model.layer_scale`.
@@ -259,7 +258,7 @@ def computation(component: Term) -> Computation:
 
 
 @functools.lru_cache(maxsize=1024)
-def branches(layer: Layer, m: ModelConfig) -> tuple[Branch, ...]:
+def branches(layer: Layer, m: Model) -> tuple[Branch, ...]:
     """Return the branches of a layer, in order."""
     found = []
     if layer.mixer:
@@ -273,8 +272,8 @@ def branches(layer: Layer, m: ModelConfig) -> tuple[Branch, ...]:
     return tuple(found)
 
 
-def _branch(component: Term, prefix: str, m: ModelConfig, **fields: Any) -> Branch:
-    declared = component.declared(model_of(m))
+def _branch(component: Term, prefix: str, m: Model, **fields: Any) -> Branch:
+    declared = component.declared(m)
     arrays = either_way(declared)
     adapted = [name for name, w in declared.items() if w.adapter]
     of_branch = {
@@ -290,7 +289,7 @@ def _branch(component: Term, prefix: str, m: ModelConfig, **fields: Any) -> Bran
 
 
 def branches_with_weights(
-    w: Weights, layer: Layer, m: ModelConfig
+    w: Weights, layer: Layer, m: Model
 ) -> list[tuple[Branch, Weights, Weights]]:
     """Return each branch with its vectors and matrices (`Branch.split`).
 

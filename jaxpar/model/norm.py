@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.config import ModelConfig
+from jaxpar.config import Model
 from jaxpar.execution.decisions import Execution
 from jaxpar.kernels.norm import NormOutput, layer_norm, rms_norm, rms_norm_beside, rms_norm_unscaled
 from jaxpar.parallel.collectives import psum
@@ -12,15 +12,15 @@ from jaxpar.sharding.axes import TENSOR
 
 
 @jax.named_scope("norm")
-def norm(x: jax.Array, parameter: jax.Array, m: ModelConfig) -> jax.Array:
-    """Apply `rms_norm`. The gain is the parameter, plus 1 if `model.norm_offset`."""
-    return rms_norm(x, _gain(parameter, m), m.norm_eps)
+def norm(x: jax.Array, parameter: jax.Array, m: Model) -> jax.Array:
+    """Apply `rms_norm`. The gain is the parameter, plus 1 if `model.norm.offset`."""
+    return rms_norm(x, _gain(parameter, m), m.norm.eps)
 
 
-def named_norm(x: jax.Array, w: dict[str, jax.Array], name: str, m: ModelConfig) -> jax.Array:
+def named_norm(x: jax.Array, w: dict[str, jax.Array], name: str, m: Model) -> jax.Array:
     """Apply the norm of a residual stream that is a parameter's name: `norm`, or LayerNorm."""
-    if m.norm == "layer":
-        return layer_norm(x, w[name], w[f"{name}_bias"], m.norm_eps)
+    if m.norm.kind == "layer":
+        return layer_norm(x, w[name], w[f"{name}_bias"], m.norm.eps)
     return norm(x, w[name], m)
 
 
@@ -32,9 +32,9 @@ def norm_of_stream(
 
     Use the returned x from here on, so that one pass computes both gradients.
     """
-    if ex.cfg.model.norm == "layer":
+    if ex.cfg.model.norm.kind == "layer":
         return x, NormOutput(named_norm(x, w, name, ex.cfg.model))
-    gain, eps = _gain(w[name], ex.cfg.model), ex.cfg.model.norm_eps
+    gain, eps = _gain(w[name], ex.cfg.model), ex.cfg.model.norm.eps
     if ex.norm == "deferred_scale":
         return rms_norm_unscaled(x, gain, eps)
     x, h = rms_norm_beside(x, gain, eps)
@@ -42,7 +42,7 @@ def norm_of_stream(
 
 
 @jax.named_scope("norm")
-def norm_over_heads(x: jax.Array, parameter: jax.Array, m: ModelConfig) -> jax.Array:
+def norm_over_heads(x: jax.Array, parameter: jax.Array, m: Model) -> jax.Array:
     """Apply RMSNorm over all heads of a token, in float32. Returns x's dtype.
 
     Args:     x: [B, T, heads, K], this tensor rank's heads. parameter: float32 [heads, K].
@@ -51,17 +51,17 @@ def norm_over_heads(x: jax.Array, parameter: jax.Array, m: ModelConfig) -> jax.A
     """
     wide, count = x.astype(jnp.float32), x[0, 0].size * lax.axis_size(TENSOR)
     squares = psum(jnp.sum(wide**2, axis=(-2, -1), keepdims=True), TENSOR)
-    scale = lax.rsqrt(squares / count + m.norm_eps)
+    scale = lax.rsqrt(squares / count + m.norm.eps)
     return (wide * scale * _gain(parameter, m)).astype(x.dtype)
 
 
 @jax.named_scope("norm")
-def unit(x: jax.Array, m: ModelConfig) -> jax.Array:
+def unit(x: jax.Array, m: Model) -> jax.Array:
     """Apply RMSNorm without a gain, in float32. Returns x's dtype."""
     wide = x.astype(jnp.float32)
     squares = jnp.mean(wide**2, axis=-1, keepdims=True)
-    return (wide * lax.rsqrt(squares + m.norm_eps)).astype(x.dtype)
+    return (wide * lax.rsqrt(squares + m.norm.eps)).astype(x.dtype)
 
 
-def _gain(parameter: jax.Array, m: ModelConfig) -> jax.Array:
-    return parameter + 1.0 if m.norm_offset else parameter
+def _gain(parameter: jax.Array, m: Model) -> jax.Array:
+    return parameter + 1.0 if m.norm.offset else parameter

@@ -25,7 +25,6 @@ from jaxpar.components.attention import Attention
 from jaxpar.components.component import FeedForward, Mixer, Term, Tokens
 from jaxpar.components.weight import Weight
 from jaxpar.config import Config
-from jaxpar.config.layout.composition import model_of
 from jaxpar.execution.decisions import Execution
 from jaxpar.kernels.norm import NormOutput
 from jaxpar.model.attention_context import AttentionContext, component
@@ -40,7 +39,7 @@ type Weights = dict[str, Any]
 def feed_forward(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Shards:
     """Apply a user's feed-forward to each shard of the sequence."""
     own = component(context, FeedForward)
-    declared = own.weights(model_of(ex.cfg.model))
+    declared = own.weights(ex.cfg.model)
 
     def of_shard(h: NormOutput, w: Weights) -> jax.Array:
         x = h.whole()
@@ -59,7 +58,7 @@ def mixer(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Sh
     assert context.positions is not None and context.segments is not None
     x = all_gather(h.each(NormOutput.whole).in_order(), SEQUENCE, 1)
     where = (all_gather(a, SEQUENCE, 1) for a in (context.positions, context.segments))
-    declared = own.weights(model_of(ex.cfg.model))
+    declared = own.weights(ex.cfg.model)
     y = _computed(own, x, _given(own, w, declared), Tokens(*where))
     return h.split(share(_partial(y, declared), SEQUENCE, 1))
 
@@ -178,7 +177,7 @@ def _decode_by_steps(
 ) -> tuple[jax.Array, Any]:
     """Take new tokens one at a time. A prompt's state is that after its last token."""
     own, x = component(context, Mixer), h.whole()
-    declared = own.weights(model_of(cfg.model))
+    declared = own.weights(cfg.model)
     w, lengths = _given(own, w, declared), new.lengths
 
     def one(state: Any, token: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
@@ -222,7 +221,7 @@ def _decode_again(
     own, x = component(context, Mixer), h.whole()
     text = write(held.x, x, new.first)
     slots = jnp.broadcast_to(jnp.arange(text.shape[1], dtype=jnp.int32), text.shape[:2])
-    declared = own.weights(model_of(cfg.model))
+    declared = own.weights(cfg.model)
     tokens = Tokens(slots, jnp.ones_like(slots))
     y = _computed(own, text, _given(own, w, declared), tokens)
     y = jnp.take_along_axis(_partial(y, declared), new.positions[..., None], axis=1)

@@ -7,8 +7,7 @@ from typing import Any
 from jaxpar.components import weight
 from jaxpar.components.model import Layer
 from jaxpar.components.weight import Weight
-from jaxpar.config import Config, LoraConfig, ModelConfig
-from jaxpar.config.layout.composition import layer_of_modules, model_of
+from jaxpar.config import Config, LoraConfig, Model
 from jaxpar.config.layout.expert_placement import spreads_experts
 from jaxpar.model import lora
 from jaxpar.model.mtp import parameters as mtp
@@ -18,9 +17,7 @@ from jaxpar.sharding.params import ParamSpec, split
 type Tree = dict[str, Any]
 
 
-def param_specs(
-    m: ModelConfig, adapters: LoraConfig | None = None, *, spread: bool = False
-) -> Tree:
+def param_specs(m: Model, adapters: LoraConfig | None = None, *, spread: bool = False) -> Tree:
     """Return the specs of the model's parameters: shapes, logical axes, initial distributions.
 
     Weights are initialized from a normal distribution with standard deviation `init_std`. The
@@ -33,14 +30,14 @@ def param_specs(
     Args:     adapters: `Config.lora`, to include adapters if it has any; None for the base model.
               spread: `spreads_experts`, which only shardings depend on.
     """
-    model, top = model_of(m), top_specs(m)
+    model, top = m, top_specs(m)
     specs = {"embed": top["embed"]}
     for name, layers in model.stacks.items():
         axis = "depth" if name in model.leading_stacks else "layer"
         specs[name] = _stacked(m, layers[0], len(layers), axis, spread=spread)
     specs |= top
     if m.mtp_depth:
-        layers_of = _stacked(m, layer_of_modules(m), m.mtp_depth, "depth", spread=spread)
+        layers_of = _stacked(m, m.module_layer, m.mtp_depth, "depth", spread=spread)
         specs["mtp"] = mtp.specs(m, layers_of)
     specs = scaled(m, specs)
     return lora.with_adapters(specs, model, adapters) if adapters and adapters.rank else specs
@@ -58,9 +55,9 @@ def trainable_specs(cfg: Config) -> Tree:
     return split(specs, specs)[0]
 
 
-def _stacked(m: ModelConfig, layer: Layer, count: int, axis: str, *, spread: bool) -> Tree:
+def _stacked(m: Model, layer: Layer, count: int, axis: str, *, spread: bool) -> Tree:
     """Return the specs of `count` layers' weights. Args:     axis: logical axis of the layers."""
-    weights = layer.weights(model_of(m))
+    weights = layer.weights(m)
 
     def of_weight(w: Weight) -> ParamSpec:
         w = weight.spread(w) if spread else w
@@ -79,10 +76,10 @@ def _stacked(m: ModelConfig, layer: Layer, count: int, axis: str, *, spread: boo
     return {name: of_weight(w) for name, w in weights.items()}
 
 
-def top_specs(m: ModelConfig) -> Tree:
+def top_specs(m: Model) -> Tree:
     """Return the specs of the arrays outside the layers: the embedding, the final norm, the table
     of positions and the head, if the model has them."""
-    std, model = m.init_std, model_of(m)
+    std, model = m.init_std, m
     table = ParamSpec(shape=(m.vocab_size, m.d_model), axes=("vocab", "embed"), std=std)
     norm = ParamSpec(shape=(m.d_model,), axes=("norm",), init=model.norm.init, decay=False)
     specs: Tree = {"embed": table, "final_norm": norm}

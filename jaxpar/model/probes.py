@@ -32,9 +32,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.components.model import Layer
+from jaxpar.components.model import STACK_OF_MODULES, Layer
 from jaxpar.config import Config
-from jaxpar.config.layout.composition import STACK_OF_MODULES
 from jaxpar.config.layout.layer_split import layers_before_stages
 from jaxpar.model.chunks import BEFORE_STAGES, layer_outside, with_layers
 from jaxpar.model.norm import named_norm

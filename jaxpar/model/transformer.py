@@ -18,8 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.components.model import Layer
-from jaxpar.config import Config, ModelConfig, replace
-from jaxpar.config.layout.composition import layer_of_modules, model_of
+from jaxpar.config import Config, Model, replace
 from jaxpar.config.layout.layer_split import layers_before_stages, slots_per_chunk
 from jaxpar.config.remat_policies import names_on_host, of_layers, saved_names
 from jaxpar.execution.decisions import Execution
@@ -100,7 +99,7 @@ def embed_and_first_layers(
     def layers(x: jax.Array) -> jax.Array:
         context = context_of(batch)
         before = layers_before_stages(cfg.model, cfg.parallel)
-        for k, of in enumerate(model_of(cfg.model).layers[:before]):
+        for k, of in enumerate(cfg.model.layers[:before]):
             w = outside_layer(top, dense_prefix(k))
             w = lora.with_frozen_base(gather(w, outside_dims(w, of, cfg.model), cfg))
             x = layer(x, w, context_of_layer(context, of))
@@ -204,7 +203,7 @@ def head_with_modules(
     cfg, m = ex.cfg, ex.cfg.model
     x = broadcast_from_last_stage(before_logits(top, x, m))
     total, loss = loss_of(top, x, batch)
-    of, layer = layer_of_modules(m), _layer_outside(ex)
+    of, layer = m.module_layer, _layer_outside(ex)
     losses, context = [loss], context_of_layer(counted_once(context_of(batch)), of)
     for k in range(m.mtp_depth):
         batch = module.shifted(batch, cfg)
@@ -255,7 +254,7 @@ def token_loss(
     return cross_entropy(*flat, z_loss, logits, chunks, cfg.model.logits_softcap)
 
 
-def before_logits(top: Tree, x: jax.Array, m: ModelConfig) -> jax.Array:
+def before_logits(top: Tree, x: jax.Array, m: Model) -> jax.Array:
     """Compute the input of the head from the last residual stream: its norm, scaled."""
     h = norm.named_norm(x, top, "final_norm", m)
     return h if m.logits_divisor == 1 else h * (1 / m.logits_divisor)

@@ -18,7 +18,6 @@ from jaxpar.components.experts import experts_in
 from jaxpar.components.model import Layer
 from jaxpar.components.weight import Weight
 from jaxpar.config import Config
-from jaxpar.config.layout.composition import model_of
 from jaxpar.execution.decisions import Execution, rows_per_device
 from jaxpar.kernels import float8
 from jaxpar.model import lora
@@ -38,7 +37,7 @@ type Tree = dict[str, Any]
 
 def layer_stream(layer: Layer, ex: Execution) -> WeightStream:
     """Return the functions that gather a layer's weights and scatter their gradients."""
-    matrices = matrices_of(layer, model_of(ex.cfg.model))
+    matrices = matrices_of(layer, ex.cfg.model)
 
     def of_layer(fn: Callable) -> Callable:
         return lambda w: fn(w, layer_dims(w, layer, ex.cfg.model), ex.cfg)
@@ -66,7 +65,7 @@ def with_float32_gradients(chunk: Any, first: int, ex: Execution) -> Any:
     """
     if not ex.float32_weight_gradients:
         return chunk
-    model, groups, rows = model_of(ex.cfg.model), ex.cfg.parallel.row_groups, None
+    model, groups, rows = ex.cfg.model, ex.cfg.parallel.row_groups, None
     has_experts = bool(experts_in(model))
     if ex.postpones_weight_gradients:
         rows = rows_per_device(ex.cfg) // groups, ex.cfg.data.seq_len

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 import rich.progress
 
-from jaxpar.config import Config, LoraConfig, ModelConfig, value_of
+from jaxpar.config import Config, LoraConfig, Model, value_of
 from jaxpar.config.lists.step_sizes import StepSize, StepSizes, step_sizes
 from jaxpar.config.lists.weight_schedules import MTP_LOSS, Z_LOSS, weight_at
 from jaxpar.config.metrics import metric_of
@@ -361,7 +361,7 @@ def _shown(value: float | None, form: str) -> str:
 
 def mfu(
     tokens_per_second: float,
-    model: ModelConfig,
+    model: Model,
     seq_len: int,
     device_kind: str,
     *,

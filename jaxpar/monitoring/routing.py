@@ -28,7 +28,6 @@ import numpy as np
 
 from jaxpar.components.experts import experts_in, num_experts
 from jaxpar.config import Config, ConfigError
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.lists.recorded_steps import MAX_BYTES, recorded_steps
 from jaxpar.runtime.files import atomic
 from jaxpar.runtime.files.append import Lines
@@ -49,7 +48,7 @@ class RoutingWriter:
         Args:     order: as of `Loader`: column t of a batch holds text position order(T)[t].
         """
         self._steps, self._order = frozenset(recorded_steps(cfg)), order
-        self._dir, self._experts = run_dir, num_experts(model_of(cfg.model))
+        self._dir, self._experts = run_dir, num_experts(cfg.model)
 
     def write(self, step: int, routing: jax.Array | None) -> bool:
         """Fetch and write the routing of a step, if it is due. Returns whether it was.
@@ -120,18 +119,18 @@ def _arrays(content: bytes) -> Mapping[str, Any]:
 
 
 def _check_fits(option: str, path: str, experts: np.ndarray, of: int, cfg: Config) -> None:
-    m, of_layers = cfg.model, experts_in(model_of(cfg.model))
+    m, of_layers = cfg.model, experts_in(cfg.model)
     B, T, layers, k = experts.shape
     # A model without experts differs in their number alone.
     per_token = of_layers[0].experts_per_token if of_layers else k
     dense = m.num_layers - (len(of_layers) or layers)
-    at = "model.*.feed_forward" if m.layers else "model"
+    at = "model.*.feed_forward"
     fields = {
         "train.global_batch_size": cfg.train.global_batch_size,
         "data.seq_len": cfg.data.seq_len,
         "model.num_layers": m.num_layers,
         f"{at}.experts_per_token": per_token,
-        f"{at}.num_experts": num_experts(model_of(m)),
+        f"{at}.num_experts": num_experts(m),
     }
     recorded = dict(zip(fields, (B, T, layers + dense, k, of), strict=True))
     wrong = [name for name in fields if fields[name] != recorded[name]]
@@ -140,7 +139,7 @@ def _check_fits(option: str, path: str, experts: np.ndarray, of: int, cfg: Confi
         there = ", ".join(f"{fields[name]}" for name in wrong)
         flags = " ".join(f"--{name.replace('_', '-')} {recorded[name]}" for name in wrong)
         # Layers without experts have no field that could be set.
-        fix = f"use {flags}" if of_layers or not m.layers else f"use a model with {of} experts"
+        fix = f"use {flags}" if of_layers else f"use a model with {of} experts"
         raise ConfigError(option, path, f"was recorded with {here}, not {there}", fix)
     if int(experts.max()) >= of:
         rule = f"has expert {int(experts.max())}, but was recorded with {of} experts"
@@ -164,7 +163,7 @@ class LoadsWriter:
         t = cfg.train
         self._every = t.log_every * -(-t.num_steps // (t.log_every * MAX_RECORDS))
         self._last, self._lines = t.num_steps, None
-        if num_experts(model_of(cfg.model)) and not cfg.lora.rank and jax.process_index() == 0:
+        if num_experts(cfg.model) and not cfg.lora.rank and jax.process_index() == 0:
             self._lines = Lines(run_dir / LOADS_FILE)
             if first_step:
                 self._write({"resumed_after_step": first_step})

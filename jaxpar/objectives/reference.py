@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.config import Config
-from jaxpar.config.layout.composition import model_of
 from jaxpar.model.plain import decoder
 from jaxpar.model.plain.feed_forward import router_loss
 from jaxpar.sharding.batch import IGNORED, Batch
@@ -20,7 +19,7 @@ def preference_loss(params: Any, batch: Batch, cfg: Config) -> jax.Array:
     """
     params = decoder.scale_adapters(params, cfg)
     x, routings = decoder.hidden_and_routings(params, batch, cfg)
-    scores = jax.nn.log_softmax(decoder.output(x, params, model_of(cfg.model)))
+    scores = jax.nn.log_softmax(decoder.output(x, params, cfg.model))
     of_label = jnp.take_along_axis(scores, jnp.maximum(batch.labels, 0)[..., None], -1)[..., 0]
     ratios = jnp.where(batch.labels == IGNORED, 0.0, of_label - batch.reference)
     total, count = jnp.float32(0), jnp.float32(0)
@@ -47,7 +46,7 @@ def distillation_losses(params: Any, batch: Batch, cfg: Config) -> tuple[jax.Arr
     """
     params = decoder.scale_adapters(params, cfg)
     x, routings = decoder.hidden_and_routings(params, batch, cfg)
-    logits, T = decoder.output(x, params, model_of(cfg.model)), cfg.distill.temperature
+    logits, T = decoder.output(x, params, cfg.model), cfg.distill.temperature
     labeled = batch.labels != IGNORED
     scores = jax.nn.log_softmax(logits)
     at_label = jnp.take_along_axis(scores, jnp.maximum(batch.labels, 0)[..., None], -1)[..., 0]

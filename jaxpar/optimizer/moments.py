@@ -20,7 +20,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxpar.config import Config, ConfigError, OptimizerConfig
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.moment_blocks import EIGHT_BITS, uses_blocks
 from jaxpar.optimizer.adafactor import cut_of
 from jaxpar.optimizer.blockwise import (
@@ -179,7 +178,7 @@ def update(
     trees = grads, opt_state, params, rows
     if not cfg.optimizer.offload:
         return _update(cfg, specs, step, ok, *trees, rates=rates)
-    stacks = [[name] for name in model_of(cfg.model).stage_stacks if name in params]
+    stacks = [[name] for name in cfg.model.stage_stacks if name in params]
     top = [name for name in params if [name] not in stacks]
     parts = [
         _in_slices(cfg, specs, step, ok, [_entries(tree, params, names) for tree in trees], rates)
@@ -280,7 +279,7 @@ def _in_slices(
     grads, opt_state, params, rows = trees
     moments = [a for a in jax.tree.leaves(opt_state) if a.ndim]
     lengths = math.gcd(*map(len, [*jax.tree.leaves(params), *moments]))
-    most = lengths if params.keys() <= {*model_of(cfg.model).stage_stacks} else TOP_SLICES
+    most = lengths if params.keys() <= {*cfg.model.stage_stacks} else TOP_SLICES
     slices = max(n for n in range(1, most + 1) if lengths % n == 0)
 
     def part(a: jax.Array, i: jax.Array) -> jax.Array:

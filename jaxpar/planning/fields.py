@@ -5,12 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.components.experts import num_experts
-from jaxpar.config import Config, ConfigError, flag, replace, value_of
-from jaxpar.config.addresses import changes_of_layers, describes_layers
+from jaxpar.config import Config, ConfigError, flag, layers, replace, value_of
+from jaxpar.config.addresses import changes_of_layers
 from jaxpar.config.config_file import known_configs
 from jaxpar.config.fields import leaf_paths
 from jaxpar.config.layout import fields as layout_fields
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.numerals import only_digits
 from jaxpar.config.rules.divisibility import largest_divisor
 from jaxpar.config.rules.memory import remat
@@ -76,7 +75,7 @@ def _value(cfg: Config, pair: str, name: str, text: str) -> str | int:
 
 def _check_experts(cfg: Config, pair: str, size: int) -> None:
     """Check that an expert axis splits the experts equally, if the model has any."""
-    experts = num_experts(model_of(cfg.model))
+    experts = num_experts(cfg.model)
     if experts % size:
         rule = f"must divide the {experts} experts of a layer: devices get equal numbers"
         fits = largest_divisor(experts, min(size, experts))
@@ -92,10 +91,9 @@ def changes(base: Config, chosen: Config) -> dict[str, Any]:
     If a section is None only in `base`, the result has all its fields. If it is None only in
     `chosen`, the result has the section itself.
     """
-    composed = bool(base.model.layers)
-    found = changes_of_layers(base, chosen) if composed else {}
+    found = changes_of_layers(base, chosen)
     for path in leaf_paths():
-        if composed and describes_layers(path):
+        if path == layers.FIELD:
             continue
         section = path.rpartition(".")[0]
         before, after = value_of(base, section), value_of(chosen, section)

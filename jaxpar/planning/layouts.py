@@ -16,7 +16,6 @@ from typing import Any
 
 from jaxpar.components.experts import num_experts
 from jaxpar.config import Config, ConfigError
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.fields import FIELDS
 from jaxpar.config.remat_policies import REMAT_POLICIES, names_on_host
 from jaxpar.config.validate import resolve
@@ -108,7 +107,7 @@ def _candidates(
 def _expert_sizes(cfg: Config, num_gpus: int, fixed: dict[str, Any]) -> list[int]:
     """Return the sizes of the expert axis to try. Those that split no experts equally are left out,
     unless they are fixed: validation then names the rule."""
-    experts, configured = num_experts(model_of(cfg.model)), max(cfg.parallel.expert, 1)
+    experts, configured = num_experts(cfg.model), max(cfg.parallel.expert, 1)
     sizes = divisors(math.gcd(experts, num_gpus)) if experts else [configured]
     sizes = [fixed["expert"]] if "expert" in fixed else sizes
     return [size for size in sizes if num_gpus % size == 0]

@@ -7,7 +7,6 @@ from rich.console import Console, Group
 
 from jaxpar.components.experts import num_experts
 from jaxpar.components.model import in_words as in_words_of_layers
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.layer_split import in_words, is_equal, layers_per_chunk
 from jaxpar.kernels.grouped_matmul.capability import HOPPER
 from jaxpar.planning import questions
@@ -163,7 +162,7 @@ def caveats(plan: Plan, chosen: Sequence[Layout]) -> list[str]:
         guesses.append(f"{cluster.gpu.name}'s rates are estimates")
     if cluster.num_gpus > cluster.per_host:
         guesses.append("networks were not measured")
-    if num_experts(model_of(cfg.model)):
+    if num_experts(cfg.model):
         guesses += experts_caveats(cluster, chosen)
     if cfg.lora.rank:
         guesses.append("adapters were not compared with measurements")

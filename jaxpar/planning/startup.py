@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from jaxpar.components.dims import dims_of, numbers, ways_of
 from jaxpar.config import Config, ConfigError, flag
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.expert_placement import spreads_experts
 from jaxpar.config.lists.step_sizes import config_of, step_sizes
 from jaxpar.kernels.platform import Platform
@@ -178,7 +177,7 @@ def alignment_hints(cfg: Config) -> list[str]:
 def _matmul_sizes(cfg: Config) -> Iterator[tuple[str, int, int, int]]:
     """Yield the address and value of a field, a dim of matrices that it makes, and over how many
     devices that is split: the widths of the model and of its feed-forwards."""
-    model, p = model_of(cfg.model), cfg.parallel
+    model, p = cfg.model, cfg.parallel
     yield "model.d_model", model.d_model, model.d_model, 1
     yield "model.vocab_size", model.vocab_size, model.vocab_size, p.tensor * p.pipeline
     for layer in dict.fromkeys(model.layers):

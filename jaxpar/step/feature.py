@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import Config
-from jaxpar.config.layout.composition import model_of, places_of
 from jaxpar.config.metrics import Metric, Reduction
 from jaxpar.execution.decisions import Execution
 from jaxpar.model.parameters import trainable_specs
@@ -170,7 +169,7 @@ class TrainStep:
         Communication: an all-reduce over the axes of each sharding, and one over PIPELINE.
         """
         total = jnp.zeros(self.cfg.model.num_layers, jnp.float32)
-        for stack in sorted(tree.keys() & model_of(self.cfg.model).stacks.keys()):
+        for stack in sorted(tree.keys() & self.cfg.model.stacks.keys()):
             sums: dict[tuple[str, ...], jax.Array] = {}
             for x in jax.tree.leaves(tree[stack]):
                 squares = jnp.sum(jnp.square(x.astype(jnp.float32)).reshape(len(x), -1), axis=1)
@@ -179,7 +178,7 @@ class TrainStep:
             whole = [psum(squares, over) if over else squares for over, squares in sums.items()]
             here = functools.reduce(jnp.add, whole)
             at = rows_of_stack(stack, len(here), self.cfg)
-            if stack in model_of(self.cfg.model).leading_stacks:  # on every stage
+            if stack in self.cfg.model.leading_stacks:  # on every stage
                 here = here * (lax.axis_index(PIPELINE) == 0)
             total = total.at[jnp.where(at == EMPTY, len(total), at)].add(here, mode="drop")
         return psum(total, PIPELINE)
@@ -202,7 +201,7 @@ def _with_absent(values: jax.Array, count: jax.Array, absent: float) -> jax.Arra
 
 def rows_of_stack(stack: str, n: int, cfg: Config) -> jax.Array:
     """Return the model's indices of this device's n layers of a stack, int32; EMPTY for none."""
-    model, places = model_of(cfg.model), jnp.array(places_of(cfg.model, stack), jnp.int32)
+    model, places = cfg.model, jnp.array(cfg.model.places_of(stack), jnp.int32)
     if cfg.parallel.pipeline == 1 or stack in model.leading_stacks:
         return places[:n]
     if len(model.stage_stacks) == 1:

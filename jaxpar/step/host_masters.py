@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import Config
-from jaxpar.config.layout.composition import model_of
 from jaxpar.model.parameters import specs_of
 from jaxpar.optimizer.moments import TOP_SLICES
 from jaxpar.parallel.host_offload import Space, in_host_memory
@@ -38,7 +37,7 @@ def weights_on_device(params: Any, cfg: Config) -> Any:
         fetch = lambda spec, x: _fetched(x, _dtype(spec, cfg), slices)  # noqa: E731
         return map_specs(fetch, specs[name], params[name])
 
-    specs, staged = specs_of(cfg), model_of(cfg.model).stage_stacks
+    specs, staged = specs_of(cfg), cfg.model.stage_stacks
     return {name: one(name) for name in params}
 
 

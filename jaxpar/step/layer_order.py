@@ -16,7 +16,6 @@ from jax import lax
 
 from jaxpar.components.experts import Experts
 from jaxpar.config import Config
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.layer_split import (
     is_equal,
     layers_per_chunk,
@@ -56,7 +55,7 @@ def stack_order(cfg: Config, stack: str) -> np.ndarray | None:
     """`layer_order` of the layers of one name: their indices among those of the name."""
     if layer_order(cfg) is None:
         return None
-    names = [layer.name for layer in model_of(cfg.model).layers[num_before(cfg) :]]
+    names = [layer.name for layer in cfg.model.layers[num_before(cfg) :]]
     within = np.array([names[:i].count(name) for i, name in enumerate(names)])
     mine = [i for i, layer in enumerate(layers_of_chunk(cfg)) if layer.name == stack]
     layers = _layers_of_slots(cfg)[..., mine].ravel()
@@ -80,7 +79,7 @@ def layers_here(cfg: Config, stack: str | None = None) -> jax.Array:
 
 def rows_here(cfg: Config) -> dict[str, jax.Array]:
     """Return `layers_here` of the names whose layers a mesh may have in another order, int32."""
-    stacks = model_of(cfg.model).stage_stacks
+    stacks = cfg.model.stage_stacks
     if len(stacks) > 1 and layer_order(cfg) is None:
         return {}
     return {stack: layers_here(cfg, stack) for stack in stacks}
@@ -88,7 +87,7 @@ def rows_here(cfg: Config) -> dict[str, jax.Array]:
 
 def expert_layers_here(cfg: Config) -> jax.Array:
     """Return the indices of this device's layers among those with experts, or EMPTY, int32."""
-    layers = model_of(cfg.model).layers[num_before(cfg) :]
+    layers = cfg.model.layers[num_before(cfg) :]
     has_experts = np.array([isinstance(layer.feed_forward, Experts) for layer in layers])
     first = int(np.argmax(has_experts))
     if has_experts[first:].all():  # those before them are on the only stage
@@ -121,7 +120,7 @@ def stack_of(path: Any, cfg: Config) -> str | None:
     Args:     path: of a leaf in a tree of parameters or of a state. "layers" are all layers, unless
               it is the name of some.
     """
-    names = {"layers", *model_of(cfg.model).stage_stacks}
+    names = {"layers", *cfg.model.stage_stacks}
     keys = (getattr(entry, "key", None) for entry in path)
     return next((key for key in keys if key in names), None)
 
@@ -131,7 +130,7 @@ def order_of(path: Any, cfg: Config) -> np.ndarray | None:
     stack = stack_of(path, cfg)
     if stack is None:
         return None
-    return stack_order(cfg, stack) if stack in model_of(cfg.model).stacks else layer_order(cfg)
+    return stack_order(cfg, stack) if stack in cfg.model.stacks else layer_order(cfg)
 
 
 def with_slots(specs: Any, cfg: Config) -> Any:

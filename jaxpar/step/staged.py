@@ -10,7 +10,6 @@ from jax import lax
 
 from jaxpar.components.experts import experts_in
 from jaxpar.config import Config, replace
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.layer_split import layers_before_stages
 from jaxpar.execution.decisions import Execution
 from jaxpar.model import transformer
@@ -65,7 +64,7 @@ def staged_model(
               probes, feeds: what leaves and enters the layers. mean: as in `Head`.
     """
     cfg, weights = ex.cfg, loss_weights(ex.cfg, step)
-    has_experts = bool(experts_in(model_of(cfg.model)))
+    has_experts = bool(experts_in(cfg.model))
     of_routers = scale is not None and has_experts and cfg.lora.rank == 0
 
     def context(mb: Batch) -> Contexts:

@@ -79,7 +79,7 @@ def find(cfg: Config, chosen: Chosen | None) -> Origin | None:
         there = dataclasses.replace(there, model=model)
         changes, _ = _changes(cfg, there)
         saved = checkpoint.read_saved(folder, chosen.step)
-        check_model(_as_there(replace(cfg, lora=there.lora), there), saved, folder, "set it back")
+        check_model(replace(cfg, lora=there.lora), saved, folder, "set it back")
         return Origin(folder, chosen.step, None, there.lora, changes, named=named)
     from jaxpar.convert.hf.config_file import CONFIG_FILE
     from jaxpar.convert.hf.importing import changes_of, open_source
@@ -127,8 +127,7 @@ def state(cfg: Config, mesh: Mesh, origin: Origin | None, log: Callable[[str], N
             params = to_running(TrainState((), logical, ()), cfg).params
     else:
         there = replace(cfg, lora=origin.lora)
-        read_as = _as_there(there, checkpoint.load_config(origin.folder, origin.step))
-        params = checkpoint.restore_params(origin.folder, read_as, mesh, origin.step)
+        params = checkpoint.restore_params(origin.folder, there, mesh, origin.step)
         params = adapters.merge(params, there, mesh)
     return state_of(adapters.add_fresh(params, cfg, mesh), cfg, mesh)
 
@@ -153,15 +152,6 @@ def keep_files(origin: Origin, run_dir: Path) -> None:
         copy_carried(origin.folder / CARRIED, run_dir / CARRIED)
 
 
-def _as_there(cfg: Config, there: Config) -> Config:
-    """Return the config with the fields of `run.init_changes` as the weights' model has them."""
-    names = cfg.run.init_changes.split(",") if cfg.run.init_changes else ()
-    if cfg.model.layers:  # which say what changes
-        return cfg
-    fields = {name: getattr(there.model, name) for name in names}
-    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, **fields))
-
-
 def _changes(cfg: Config, there: Config) -> tuple[str, LayerPlaces]:
     """Describe the fields of `run.init_changes` that differ from those of the weights.
 
@@ -169,17 +159,11 @@ def _changes(cfg: Config, there: Config) -> tuple[str, LayerPlaces]:
     Raises:   ConfigError that names every other field that differs, and the flags that fix it.
     """
     places = LayerPlaces.of(cfg, to_values(there))
-    every = [p for p in places.fixed_fields if value_of(cfg, p) != value_of(there, p)]
-    allowed = {f"model.{name}" for name in cfg.run.init_changes.split(",")}
-    differing = [path for path in every if path not in allowed]
+    differing = [p for p in checkpoint.MODEL_FIELDS if value_of(cfg, p) != value_of(there, p)]
     if not differing:
-        if places.moved or places.composed:
-            may = functools.partial(may_change, cfg)
-            places.check_changes(cfg.run.init_from, "set it back", may)
-            changed = (f"{path} {then} -> {now}" for path, then, now in places.changes())
-            return ", ".join(dict.fromkeys(changed)), places
-        fields = (f"{p} {value_of(there, p)} -> {value_of(cfg, p)}" for p in every)
-        return ", ".join(fields), places
+        places.check_changes(cfg.run.init_from, "set it back", functools.partial(may_change, cfg))
+        changed = (f"{path} {then} -> {now}" for path, then, now in places.changes())
+        return ", ".join(dict.fromkeys(changed)), places
     short = lambda path: path.removeprefix("model.")  # noqa: E731
     differences = ", ".join(
         f"{short(p)} {value_of(there, p)}, not {value_of(cfg, p)}" for p in differing

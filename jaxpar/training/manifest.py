@@ -140,7 +140,7 @@ def write(
     hints = alignment_hints(cfg) if jax.default_backend() == "gpu" else []  # sizes slow on GPUs
     rows = [
         ("model", f"{num_params(cfg.model):,} parameters, {cfg.compute.dtype}"),
-        ("layers", in_words_of_layers(cfg.model.layers) if cfg.model.layers else ""),
+        ("layers", in_words_of_layers(cfg.model.layers)),
         ("trained", adapters if size else ""),
         ("mup", in_words_of_mup(cfg.model)),
         ("diloco", in_words_of_diloco(cfg) if cfg.diloco.every else ""),

@@ -12,11 +12,8 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpar import checkpoint
-from jaxpar.checkpoint.by_place import OF_LAYERS
 from jaxpar.components.experts import experts_in
-from jaxpar.config import Config, ConfigError
-from jaxpar.config.layout.composition import model_of
-from jaxpar.config.layout.layer_kinds import is_recurrent
+from jaxpar.config import Config, ConfigError, layers
 from jaxpar.config.lists.step_sizes import StepSize, config_of, step_sizes
 from jaxpar.config.remat_policies import saves_on_host
 from jaxpar.config.validate import resolve
@@ -129,7 +126,7 @@ class Run:
             changed = {
                 path: values
                 for path, values in checkpoint.changed_fields(cfg, saved).items()
-                if path not in OF_LAYERS  # whose places are printed
+                if path != layers.FIELD  # whose places are printed
             }
             loader.skipped = loader.skipped.and_also(saved.skipped_batches, saved.rewinds)
             check_steps(cfg, saved.step)
@@ -138,7 +135,7 @@ class Run:
         teacher = teacher_of(cfg, mesh, loader, most, weights_from.get(weights.TEACHER))
         kernels = choose_kernels(cfg, most)
         of_sizes = tuple(kernels_of_sizes(cfg, loader, first or 0, most))
-        if is_recurrent(cfg.model):
+        if cfg.model.recurrent:
             from jaxpar.training.selftests.recurrent import backends_of
 
             backends_of(cfg)
@@ -188,7 +185,7 @@ class Run:
     @property
     def attention(self) -> str:
         """A description of the attention kernels."""
-        mixers = [layer.mixer for layer in model_of(self.cfg.model).layers]
+        mixers = [layer.mixer for layer in self.cfg.model.layers]
         functions = [getattr(mixer, "function", type(mixer).__name__) for mixer in mixers if mixer]
         registered = (f"{name}, defined outside the package" for name in functions)
         return "; ".join(dict.fromkeys(list(map(str, self.kernels)) or registered))
@@ -215,13 +212,13 @@ class Run:
         with stage("testing the attention kernels"):
             self.test_attention()
         self.startup.ended("attention self-test")
-        if experts_in(model_of(self.cfg.model)):
+        if experts_in(self.cfg.model):
             from jaxpar.training.selftests.experts import test_experts
 
             with stage("testing the kernels of experts"):
                 test_experts(self.execution, log)
             self.startup.ended("expert self-test")
-        if is_recurrent(self.cfg.model):
+        if self.cfg.model.recurrent:
             from jaxpar.training.selftests.recurrent import test_recurrences
 
             with stage("testing the kernels of recurrences"):

@@ -9,10 +9,8 @@ import jax
 from jaxpar.components.attention import Attention
 from jaxpar.components.experts import experts_in
 from jaxpar.components.model import in_words
-from jaxpar.config import Config, ConfigError, ModelConfig, RunConfig
+from jaxpar.config import Config, ConfigError, Model, RunConfig
 from jaxpar.config.command_line import expand_set_options, parse_overrides
-from jaxpar.config.layout.composition import model_of
-from jaxpar.config.layout.layer_split import layer_period
 from jaxpar.config.lists.step_sizes import without_schedules
 from jaxpar.config.model_source import ModelReader, take_source
 from jaxpar.config.rules.values import values_of
@@ -62,7 +60,7 @@ def print_conditions(
 ) -> None:
     """Print what is compared, and in which precision."""
     m, kind, n = cfg.model, devices[0].device_kind, len(devices)
-    layers = model_of(m).layers
+    layers = m.layers
     changed = (
         f" instead of {asked.compute.dtype}" if asked.compute.dtype != cfg.compute.dtype else ""
     )
@@ -146,15 +144,15 @@ EXPERT_MESHES = (
 )
 
 
-def default_meshes(model: ModelConfig) -> tuple[str, ...]:
+def default_meshes(model: Model) -> tuple[str, ...]:
     """Return the meshes to verify if none is named.
 
     Unequal stages of a model whose layers differ would have whole periods: many layers. A ring
     computes softmax attention alone.
     """
-    if experts_in(model_of(model)):
+    if experts_in(model):
         return EXPERT_MESHES
-    left_out = ["layers_per_stage"] if layer_period(model) > 1 else []
+    left_out = ["layers_per_stage"] if model.repetition.period > 1 else []
     mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, Attention)]
     if any(type(mixer).heads is not Attention.heads for mixer in mixers):
         left_out.append("context=ring")

@@ -24,8 +24,7 @@ from jaxpar.components.component import FeedForward, Mixer, Term
 from jaxpar.components.experts import Experts
 from jaxpar.components.feed_forward import Glu
 from jaxpar.components.model import Layer
-from jaxpar.config import Config, ConfigError, ModelConfig, RunConfig, replace
-from jaxpar.config.layout.composition import model_of
+from jaxpar.config import Config, ConfigError, Model, RunConfig, replace
 from jaxpar.config.serialize import from_json, to_json
 from jaxpar.config.validate import resolve
 from jaxpar.inference import generation
@@ -142,7 +141,7 @@ def _layer(part: Any, d_model: int) -> Layer:
 
 
 def _config(layer: Layer, d_model: int, seq_len: int) -> Config:
-    model = ModelConfig(d_model=d_model, vocab_size=64, layers=(layer,) * 2, init_std=0.2)
+    model = Model(d_model=d_model, vocab_size=64, layers=(layer,) * 2, init_std=0.2)
     small = {
         "model": model,
         "data.seq_len": seq_len,
@@ -158,7 +157,7 @@ def _config(layer: Layer, d_model: int, seq_len: int) -> Config:
 
 def _alone(case: Case) -> Iterator[str]:
     """Compute each component alone: its weights, its dtype, and the tokens that it reads."""
-    model, batch = model_of(case.cfg.model), traces.random_batch(case.cfg)
+    model, batch = case.cfg.model, traces.random_batch(case.cfg)
     where = jnp.asarray(batch.positions), jnp.asarray(batch.segment_ids)
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((*batch.tokens.shape, model.d_model)), jnp.float32)

@@ -17,14 +17,12 @@ from jaxpar.config import (
     Config,
     ConfigError,
     DataConfig,
-    ModelConfig,
+    Model,
     ParallelConfig,
     TrainConfig,
     replace,
 )
 from jaxpar.config.layers import with_value
-from jaxpar.config.layout.composition import model_of
-from jaxpar.config.layout.layer_kinds import is_recurrent
 from jaxpar.config.model_source import ModelReader
 from jaxpar.config.validate import resolve
 from jaxpar.model.plain import decoder
@@ -55,7 +53,7 @@ def prepared(cfg: Config, sequences: int, length: int) -> Config:
         ("lora.rank", cfg.lora.rank > 0),
         ("dpo.beta", cfg.dpo.beta > 0),
         ("distill.teacher", bool(cfg.distill.teacher)),
-        ("model.layers", is_recurrent(cfg.model)),
+        ("model.layers", cfg.model.recurrent),
     ):
         if is_set:
             rule = "is not part of the check, which trains all weights of layers with attention"
@@ -82,32 +80,14 @@ def widened(cfg: Config, width: int) -> Config:
     Raises:   ConfigError for a width that is not in proportion to whole numbers.
     """
     m = cfg.model
-    if m.layers:
-        return dataclasses.replace(cfg, model=_widened_layers(m, width))
-    names = ["d_ff"] + ["dense_d_ff"] * (m.dense_d_ff is not None)
-    grows_heads = m.mup is None or m.mup.base_head_dim is None
-    names += ["num_heads", "num_kv_heads"] if grows_heads else ["head_dim"]
-    least = m.d_model // math.gcd(m.d_model, *(getattr(m, name) for name in names))
-    if width < 1 or width % least:
-        parts = ", ".join(f"{name} {getattr(m, name)}" for name in ("d_model", *names))
-        rule = f"must be a multiple of {least}, so that {parts} grow in proportion"
-        fix = f"use --widths {','.join(str(n * least) for n in _doublings(m, least))}"
-        raise ConfigError("--widths", width, rule, fix)
-    sizes: dict[str, Any] = {name: getattr(m, name) * width // m.d_model for name in names}
-    return dataclasses.replace(cfg, model=dataclasses.replace(m, d_model=width, **sizes))
-
-
-def _widened_layers(m: ModelConfig, width: int) -> ModelConfig:
-    """`widened`, of a composed model: the fields that make heads, or their widths, and `d_ff`."""
     grows_heads = m.mup is None or m.mup.base_head_dim is None
     growing = {"mlp", *(("heads", "kv_heads") if grows_heads else ("head_dim",))}
-    model, layers = model_of(m), m.layers
-    sizes: dict[str, int] = {}
-    for layer in dict.fromkeys(layers):
+    layers, sizes = m.layers, dict[str, int]()
+    for layer in m.distinct:
         for role, term in (("mixer", layer.mixer), ("feed_forward", layer.feed_forward)):
             if term is None:
                 continue
-            grown = {f for dim in dims_of(term, model) if dim.axis in growing for f in dim.fields}
+            grown = {f for dim in dims_of(term, m) if dim.axis in growing for f in dim.fields}
             at = f"model.{layer.name}.{role}"
             sizes |= {f"{at}.{f}": n for f, n in numbers(term) if f in grown}
     least = m.d_model // math.gcd(m.d_model, *sizes.values())
@@ -118,10 +98,10 @@ def _widened_layers(m: ModelConfig, width: int) -> ModelConfig:
         raise ConfigError("--widths", width, rule + "proportion", fix)
     for path, size in sizes.items():
         layers = with_value(layers, path, size * width // m.d_model)
-    return dataclasses.replace(m.with_layers(layers), d_model=width)
+    return dataclasses.replace(cfg, model=dataclasses.replace(m, d_model=width, layers=layers))
 
 
-def _doublings(m: ModelConfig, least: int) -> list[int]:
+def _doublings(m: Model, least: int) -> list[int]:
     first = -(-(m.d_model // 2) // least)
     return [first, 2 * first, 4 * first]
 
@@ -150,7 +130,7 @@ def activations(params: Any, batch: Batch, cfg: Config) -> dict[str, jax.Array]:
 
     attention and feed-forward are what the branches add to the residual stream, of all layers.
     """
-    model, segments = model_of(cfg.model), jnp.asarray(batch.segment_ids)
+    model, segments = cfg.model, jnp.asarray(batch.segment_ids)
     if not cfg.data.document_mask:
         segments = jnp.ones_like(segments)
     x = first = decoder.first_stream(params, batch.tokens, batch.positions, model)

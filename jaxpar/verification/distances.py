@@ -11,8 +11,7 @@ import numpy as np
 
 from jaxpar.components.attention import Attention
 from jaxpar.components.component import Mixer
-from jaxpar.config import Config, ModelConfig
-from jaxpar.config.layout.composition import model_of
+from jaxpar.config import Config, Model
 from jaxpar.config.lists.weight_schedules import with_weights_of
 from jaxpar.sharding.batch import Batch
 from jaxpar.verification import traces
@@ -25,14 +24,14 @@ def differing_arrays(found: Arrays, wanted: Arrays) -> list[str]:
     return [name for name in wanted if found[name].tobytes() != wanted[name].tobytes()]
 
 
-def zero_gradients(m: ModelConfig) -> frozenset[str]:
+def zero_gradients(m: Model) -> frozenset[str]:
     """Return the parameters whose exact gradient is 0, so that computed ones are only rounding.
 
     Without rotary embeddings, a bias on keys adds the same to all scores of a query, and a softmax
     does not change. The number of the last layer scales the stream before the final norm, which
     undoes it, but for its eps; other layers of its stack have gradients.
     """
-    model = model_of(m)
+    model = m
     bias = {layer.name for layer in model.layers if _shifts_scores(layer.mixer)}
     others = {layer.name for layer in model.layers if not _shifts_scores(layer.mixer)}
     found = {f"{name}/bk" for name in bias - others}

@@ -20,7 +20,6 @@ from jax.sharding import Mesh
 
 from jaxpar.components.experts import experts_in
 from jaxpar.config import Config, replace
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.lists.weight_schedules import with_weights_of
 from jaxpar.functional.plain import loss_of_logical
 from jaxpar.functional.sharded import shard_batch
@@ -195,7 +194,7 @@ def reference_gradients(params: Any, batch: Batch, cfg: Config) -> tuple[jax.Arr
 
     loss = preference_loss if cfg.dpo.beta else token_loss
     t, m = cfg.train, cfg.model
-    of_routers = experts_in(model_of(m)) and (t.balance_loss or t.router_z_loss)
+    of_routers = experts_in(m) and (t.balance_loss or t.router_z_loss)
     has_more = t.z_loss or of_routers or (m.mtp_depth and t.mtp_loss)
 
     def both(trainable):

@@ -1,14 +1,12 @@
 """How a model's layers are split into the chunks of a pipeline's stages."""
 
-import math
 from collections.abc import Iterable
 
-from jaxpar.components.model import repetition
+from jaxpar.components.model import Model
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.fields import flag
 from jaxpar.config.numerals import only_digits
 from jaxpar.config.schema import Config, ParallelConfig
-from jaxpar.config.schema.model import ModelConfig
 
 #: The field of the schema.
 FIELD = "parallel.layers_per_stage"
@@ -17,15 +15,7 @@ FIELD = "parallel.layers_per_stage"
 _MAX_DIGITS = 6
 
 
-def layer_period(m: ModelConfig) -> int:
-    """Return after how many layers the pattern of kinds, windows and rotary embeddings repeats."""
-    if m.layers:
-        return repetition(m.layers).period
-    every = m.global_every, m.nope_every, m.moe_every, len(m.layer_pattern)
-    return math.lcm(*(max(n, 1) for n in every))
-
-
-def layers_before_stages(m: ModelConfig, p: ParallelConfig) -> int:
+def layers_before_stages(m: Model, p: ParallelConfig) -> int:
     """Return the number of layers before the first stage: those before the layers that repeat, such
     as the dense layers of DeepSeek-V3, in a pipeline.
 
@@ -34,7 +24,7 @@ def layers_before_stages(m: ModelConfig, p: ParallelConfig) -> int:
     """
     if p.pipeline == 1:
         return 0
-    return repetition(m.layers).start if m.layers else m.dense_layers
+    return m.repetition.start
 
 
 def layers_per_chunk(cfg: Config) -> tuple[int, ...]:
@@ -48,15 +38,15 @@ def layers_per_chunk(cfg: Config) -> tuple[int, ...]:
     return _read(cfg) if cfg.parallel.layers_per_stage else even_split(cfg.model, cfg.parallel)
 
 
-def even_split(m: ModelConfig, p: ParallelConfig) -> tuple[int, ...]:
+def even_split(m: Model, p: ParallelConfig) -> tuple[int, ...]:
     """Return numbers of layers that differ by at most one; the first chunks have more.
 
     Each stage has the same part of the embedding and of the head (the vocabulary is split over the
     pipeline), so layers are all that differs in cost. Where layers differ, whole periods
-    (`layer_period`) are split, and the last chunk may end with part of one. Layers before the
+    (`Model.repetition`) are split, and the last chunk may end with part of one. Layers before the
     stages are work of the first, whose chunk has as many layers less, but at least one.
     """
-    period, chunks = layer_period(m), p.pipeline * p.virtual_stages
+    period, chunks = m.repetition.period, p.pipeline * p.virtual_stages
     before = layers_before_stages(m, p)
     staged, periods = m.num_layers - before, -(-(m.num_layers - before) // period)
     if before:

@@ -1,7 +1,6 @@
 """The steps whose routing a run records, `run.record_routing`."""
 
 from jaxpar.components.experts import experts_in, num_experts
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.numerals import only_digits
 from jaxpar.config.schema import Config
 
@@ -30,6 +29,6 @@ def id_bits(num_experts: int) -> int:
 
 def bytes_of_a_step(cfg: Config) -> int:
     """Return the bytes of the routing of one step, before compression."""
-    model, tokens = model_of(cfg.model), cfg.train.global_batch_size * cfg.data.seq_len
+    model, tokens = cfg.model, cfg.train.global_batch_size * cfg.data.seq_len
     chosen = sum(of.experts_per_token for of in experts_in(model))
     return tokens * chosen * id_bits(num_experts(model)) // 8

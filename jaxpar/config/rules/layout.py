@@ -3,14 +3,12 @@
 A layout is the mesh and the fields of `parallel` that depend on it.
 """
 
-from jaxpar.components.model import repetition
-from jaxpar.config import Config, flag, require, value_of
+from jaxpar.config import Config, flag, require
 from jaxpar.config.layout.fields import ALL, FIELDS, names_of
 from jaxpar.config.layout.layer_split import (
     FIELD,
     even_split,
     in_words,
-    layer_period,
     layers_before_stages,
     layers_per_chunk,
 )
@@ -40,17 +38,17 @@ def layers(cfg: Config) -> None:
 
     Where layers differ, chunks begin with a period, so that all have the same pattern.
     """
-    m, p, period = cfg.model, cfg.parallel, layer_period(cfg.model)
+    m, p, period = cfg.model, cfg.parallel, cfg.model.repetition.period
     chunks, path = p.pipeline * p.virtual_stages, "model.num_layers"
     dense = layers_before_stages(m, p)
     least, one = (chunks - 1) * period + 1 + dense, f"{period} layers" if period > 1 else "1 layer"
     stages = "virtual stages" if p.virtual_stages > 1 else "stages"
     rule = f"must be at least {least}: {one} for each of {chunks} {stages} of the pipeline"
     if period > 1:
-        rule += f" except the last, since {_period_in_words(cfg)}"
+        rule += f" except the last, since the layers repeat after {period}"
     if dense:
         rule += f", and the {dense} before those that repeat"
-    first, each = repetition(m.layers) if m.layers else (0, 1)
+    first, each = m.repetition
     fits = first + -(-(least - first) // each) * each
     require(m.num_layers >= least, cfg, path, rule, flag(path, fits))
     if not p.layers_per_stage:
@@ -65,16 +63,8 @@ def layers(cfg: Config) -> None:
         rule += f"run before the stages, not to {sum(sizes)}"
     require(sum(sizes) == m.num_layers - dense, cfg, FIELD, rule, way)
     rule = f"must be multiples of {period} except the last, so that {stages} begin with the same "
-    rule += f"kind of layer: {_period_in_words(cfg)}"
+    rule += f"kind of layer: the layers repeat after {period}"
     require(all(size % period == 0 for size in sizes[:-1]), cfg, FIELD, rule, way)
-
-
-def _period_in_words(cfg: Config) -> str:
-    period = layer_period(cfg.model)
-    said = f"the layers repeat after {period}"
-    fields = ("model.global_every", "model.nope_every", "model.layer_pattern")
-    by = [] if cfg.model.layers else [field for field in fields if value_of(cfg, field)]
-    return f"{said}, by {' and '.join(by)}" if by else said
 
 
 def compressed_sums(cfg: Config) -> None:

@@ -5,7 +5,6 @@ import difflib
 from jaxpar.components.experts import experts_in
 from jaxpar.components.model import Model
 from jaxpar.config import Config, ConfigError, default_of, flag, require, value_of
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.lists.lora_targets import least_side, targets_of
 
 
@@ -21,7 +20,7 @@ def lora(cfg: Config) -> None:
         return
     alpha = cfg.lora.alpha
     require(alpha > 0, cfg, "lora.alpha", "must be above 0", flag("lora.alpha", 16.0))
-    model, names = model_of(cfg.model), cfg.lora.targets.split(",")
+    model, names = cfg.model, cfg.lora.targets.split(",")
     _declarations(cfg, model, names)
     _targets(cfg, model, names)
     smaller = {name: least_side(model, name) for name in names}

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from jaxpar.components.experts import experts_in
 from jaxpar.config import Config, flag, require, value_of
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.layer_split import slots_per_chunk
 from jaxpar.config.layout.moment_blocks import (
     EIGHT_BITS,
@@ -75,7 +74,7 @@ def _policy(cfg: Config, path: str, remat: str, way: Callable[[str], str]) -> No
     names = remat.split(",")
     plain = [without_mark(name) for name in names]
     policy = next((name.strip() for name in names if name.strip() in REMAT_POLICIES), None)
-    savable = REMAT_NAMES + EXPERT_NAMES * bool(experts_in(model_of(cfg.model)))
+    savable = REMAT_NAMES + EXPERT_NAMES * bool(experts_in(cfg.model))
     near = [m for name in plain for m in difflib.get_close_matches(name, savable, n=1)]
     policies, known = ", ".join(REMAT_POLICIES), ", ".join(savable)
     rule = f"must be one of {policies}, or names from {known}, separated by commas; {ON_HOST} "
@@ -136,7 +135,7 @@ def blocks_of_moments(cfg: Config) -> None:
         require(ok, cfg, field, rule, flag(field, "float32"), flag("optimizer.name", "adamw"))
     if not uses_blocks(o):
         return
-    for name, size, axes in split_sizes(model_of(m), cfg.parallel):
+    for name, size, axes in split_sizes(m, cfg.parallel):
         ways = math.prod(max(value_of(cfg, axis), 1) for axis in axes)
         fits = lambda n: size % (max(block_of(size, n), 1) * ways) == 0  # noqa: B023, E731
         factors = " * ".join(axis for axis in axes if value_of(cfg, axis) > 1)

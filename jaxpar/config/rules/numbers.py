@@ -7,7 +7,7 @@ from typing import Any
 from jaxpar.components.ranges import MAX_INT, Range
 from jaxpar.config import Config, ConfigError, default_of, flag, value_of
 from jaxpar.config.fields import field_types, range_of, refused
-from jaxpar.config.layers import numbers_in_layers, summary
+from jaxpar.config.layers import numbers_in_layers
 
 #: Of whole numbers whose field declares none.
 _ANY = Range(-MAX_INT - 1, MAX_INT)
@@ -20,11 +20,9 @@ def numbers(cfg: Config) -> list[ConfigError]:
 
 def _bad(cfg: Config) -> Iterator[tuple[str, Any, str, Any]]:
     """Yield the path and value of each number, the rule that it breaks, and a value that fits."""
-    layers = cfg.model.layers
-    of_layers = {f"model.{name}" for name in summary(layers)} if layers else ()
     for path in field_types():
         section = path.rpartition(".")[0]
-        if path in of_layers or (section in field_types() and value_of(cfg, section) is None):
+        if section in field_types() and value_of(cfg, section) is None:
             continue
         value, allowed, default = value_of(cfg, path), range_of(path), default_of(path)
         if path == "parallel.data" and value < 1 and value != -1:
@@ -32,7 +30,7 @@ def _bad(cfg: Config) -> Iterator[tuple[str, Any, str, Any]]:
         elif rule := broken_range(value, allowed):
             optional = ", or None" if default is None and "at most" not in rule else ""
             yield path, value, rule + optional, default
-    for path, value, allowed, default in numbers_in_layers(layers):
+    for path, value, allowed, default in numbers_in_layers(cfg.model.layers):
         if rule := broken_range(value, allowed):
             yield path, value, rule, default
 

@@ -39,7 +39,7 @@ def initial_weights(cfg: Config) -> None:
     if not names:
         return
     rule = f"must be names from {', '.join(CHANGEABLE)}, separated by commas"
-    ways = flag(path, "rope_theta,rope_scaling"), flag(path, "")
+    ways = flag(path, ",".join(CHANGEABLE[:2])), flag(path, "")
     require(set(names.split(",")) <= set(CHANGEABLE), cfg, path, rule, *ways)
     rule = "needs run.init_from, which is empty"
     require(bool(cfg.run.init_from), cfg, path, rule, flag(path, ""))

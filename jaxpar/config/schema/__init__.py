@@ -7,11 +7,13 @@ each field is its documentation: `python -m jaxpar.train --help SECTION` prints 
 
 from dataclasses import dataclass, field
 
+from jaxpar.components.attention import Attention
+from jaxpar.components.feed_forward import Glu
+from jaxpar.components.model import Layer, Model
 from jaxpar.config.schema.compute import ComputeConfig
 from jaxpar.config.schema.data import DataConfig
 from jaxpar.config.schema.diloco import DilocoConfig
 from jaxpar.config.schema.metrics import MetricsConfig, ProfileConfig
-from jaxpar.config.schema.model import ModelConfig
 from jaxpar.config.schema.objectives import DistillConfig, DpoConfig
 from jaxpar.config.schema.optimizer import OptimizerConfig
 from jaxpar.config.schema.parallel import ClusterConfig, ParallelConfig
@@ -31,13 +33,16 @@ __all__ = [
     "GuardConfig",
     "LoraConfig",
     "MetricsConfig",
-    "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "ProfileConfig",
     "RunConfig",
     "TrainConfig",
 ]
+
+
+_BLOCK = Layer("layers", Attention(num_heads=8, num_kv_heads=4, head_dim=32), Glu(704))
+_MODEL = Model(d_model=256, vocab_size=512, layers=(_BLOCK,) * 4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +52,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: Model = field(default=_MODEL)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     dpo: DpoConfig = field(default_factory=DpoConfig)

@@ -50,7 +50,7 @@ class TrainConfig:
     router_z_loss: NotNegative = 0.0
     """Weight of the squared log-partition penalty of each layer's router (ST-MoE)."""
     router_bias_rate: float = 1e-3
-    """Step size of model.router_bias (DeepSeek-V3: 1e-3)."""
+    """Step size of router.balancing_bias (DeepSeek-V3: 1e-3)."""
     mtp_loss: NotNegative = 0.1
     """Weight of the mean loss of model.mtp_depth's modules (DeepSeek-V3: 0.3, then 0.1)."""
     mtp_loss_schedule: str = ""

@@ -11,8 +11,7 @@ import jax
 
 from jaxpar.components.model import Layer
 from jaxpar.components.recurrent import Recurrent
-from jaxpar.config import Config, ModelConfig
-from jaxpar.config.layout.composition import layer_of_modules, model_of
+from jaxpar.config import Config, Model
 from jaxpar.model import decode, norm
 from jaxpar.model.attention_context import context_of_layer
 from jaxpar.model.fused_weights import outside_layer
@@ -23,15 +22,15 @@ from jaxpar.model.mtp.parameters import prefix
 type Tree = dict[str, Any]
 
 
-def layers_of(m: ModelConfig) -> tuple[Layer, ...]:
+def layers_of(m: Model) -> tuple[Layer, ...]:
     """Return the layer of each module: those of their cache."""
-    return (layer_of_modules(m),) * m.mtp_depth
+    return (m.module_layer,) * m.mtp_depth
 
 
-def can_draft(m: ModelConfig) -> bool:
+def can_draft(m: Model) -> bool:
     """Return whether the modules' drafts can be verified: by layers without a recurrent state,
     which could not go back before drafts that are rejected."""
-    mixers = (layer.mixer for layer in model_of(m).layers)
+    mixers = (layer.mixer for layer in m.layers)
     return m.mtp_depth > 0 and not any(isinstance(mixer, Recurrent) for mixer in mixers)
 
 
@@ -59,7 +58,7 @@ def step(
     if of_text is None:
         of_text = first + tokens.shape[1] if lengths is None else lengths
     positions, contexts = decode.context_of(tokens, first, of_text, cache.slots, cfg)
-    context = context_of_layer(contexts, layer_of_modules(m))
+    context = context_of_layer(contexts, m.module_layer)
     x = joined(x, decode.embed(weights["top"], tokens, positions, cfg), w, m)
     held, new = list(cache.held), NewTokens(first, positions, lengths)
     x, held[k] = decode.layer(x, of_layer(w), context, held[k], new, cfg)

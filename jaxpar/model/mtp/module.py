@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxpar.config import Config, ModelConfig
+from jaxpar.config import Config, Model
 from jaxpar.model import norm
 from jaxpar.model.attention_context import AttentionContext
 from jaxpar.model.mtp.parameters import DIMS
@@ -51,7 +51,7 @@ def module(
     return norm.norm(x, w["out_norm"], cfg.model)
 
 
-def joined(x: jax.Array, embedded: jax.Array, w: Tree, m: ModelConfig) -> jax.Array:
+def joined(x: jax.Array, embedded: jax.Array, w: Tree, m: Model) -> jax.Array:
     """Compute the input of a module's layer. Args: as `module`."""
     normed = norm.norm(embedded, w["embed_norm"], m), norm.norm(x, w["hidden_norm"], m)
     return jnp.concatenate(normed, axis=-1) @ w["w_join"]

@@ -8,7 +8,7 @@ layers, with flat names: "mtp0.wo" is an array of the first module.
 import dataclasses
 from typing import Any
 
-from jaxpar.config import ModelConfig
+from jaxpar.config import Model
 from jaxpar.sharding.params import ParamSpec, on_every_stage
 
 type Tree = dict[str, Any]
@@ -25,14 +25,14 @@ DIMS: dict[str, int | None] = {
 MAX_DEPTH = 8
 
 
-def specs(m: ModelConfig, layers: Tree) -> Tree:
+def specs(m: Model, layers: Tree) -> Tree:
     """Return the specs of the stacked modules.
 
     Args:     layers: the specs of `mtp_depth` stacked layers.
     """
     D, depth = m.d_model, m.mtp_depth
     gain = ParamSpec(shape=(depth, D), axes=("depth", "norm"), init="ones", decay=False)
-    if m.norm_offset:
+    if m.norm.offset:
         gain = dataclasses.replace(gain, init="zeros")
     axes = ("depth", "rank", "rank", "embed")
     join = ParamSpec(shape=(depth, 2, D, D), axes=axes, std=m.init_std, columns=1)

@@ -8,7 +8,7 @@ from its logical axis. With a the ratio of a matrix's inputs (rows):
     all others             as in the base model
 
 The embedding's inputs and the head's outputs are tokens, whose number does not grow. The head's
-inputs do, and its logits are divided by the width instead (`ModelConfig.logits_divisor`), so that
+inputs do, and its logits are divided by the width instead (`Model.logits_divisor`), so that
 the embedding may also be the head.
 
 Source:   Yang et al. 2022 (2203.03466), table 8; Dey et al. 2025 (2505.01618), table 1, with an
@@ -21,14 +21,14 @@ from typing import Any
 
 from jaxpar.components.attention import Attention
 from jaxpar.components.model import Layer
-from jaxpar.config import ModelConfig, MupConfig
-from jaxpar.config.layout.composition import model_of
+from jaxpar.components.sizes import d_ff, head_dim
+from jaxpar.config import Model, MupConfig
 from jaxpar.sharding.params import ParamSpec
 
 type Tree = dict[str, Any]
 
 
-def ratios(m: ModelConfig) -> dict[str, float]:
+def ratios(m: Model) -> dict[str, float]:
     """Return, by logical axis, how many times larger a dimension is than in the base model.
 
     Heads times the width of a head grow with the model, as do experts' widths with d_ff. Latents
@@ -36,19 +36,19 @@ def ratios(m: ModelConfig) -> dict[str, float]:
     """
     mup = m.mup or MupConfig(base_width=m.d_model)
     width = m.width_multiplier
-    hidden = m.d_ff / mup.base_d_ff if mup.base_d_ff else width
-    head = m.head_dim / mup.base_head_dim if mup.base_head_dim else 1.0
+    hidden = d_ff(m) / mup.base_d_ff if mup.base_d_ff else width
+    head = head_dim(m) / mup.base_head_dim if mup.base_head_dim else 1.0
     found = dict.fromkeys(("embed", "expert_embed"), width)
     found |= dict.fromkeys(("mlp", "whole_mlp"), hidden)
     return found | dict.fromkeys(("heads", "kv_heads"), width / head) | {"head_dim": head}
 
 
-def scaled(m: ModelConfig, specs: Tree) -> Tree:
+def scaled(m: Model, specs: Tree) -> Tree:
     """Return the specs of the model's parameters in µP; without µP, `specs`."""
     if m.mup is None:
         return specs
     # `base_depth` scales the outputs of layers, and not those of modules (MTP).
-    of_axis, stacks = ratios(m), model_of(m).stacks
+    of_axis, stacks = ratios(m), m.stacks
 
     def one(spec: ParamSpec, *, in_layers: bool) -> ParamSpec:
         steeper = m.width_multiplier * (m.depth_multiplier if in_layers else 1.0)
@@ -73,7 +73,7 @@ def scaled(m: ModelConfig, specs: Tree) -> Tree:
     return {name: of_stack(name, tree) for name, tree in specs.items()}
 
 
-def mup_score_factor(a: Attention, m: ModelConfig) -> float:
+def mup_score_factor(a: Attention, m: Model) -> float:
     """Return µP's factor of attention scores, beside that of the standard parametrization."""
     if m.mup is None or m.mup.base_head_dim is None:
         return 1.0
@@ -82,7 +82,12 @@ def mup_score_factor(a: Attention, m: ModelConfig) -> float:
     return narrower if is_constant else math.sqrt(narrower)
 
 
-def standard(m: ModelConfig) -> ModelConfig:
+def _score_factor(a: Attention, m: Model) -> float:
+    plain = a.scale if a.scale is not None else (a.scale_dim or a.head_dim) ** -0.5
+    return plain * mup_score_factor(a, m)
+
+
+def standard(m: Model) -> Model:
     """Return the model in the standard parametrization that computes the same function.
 
     µP's factors of logits, scores and branches become those of Granite's fields. Initial weights
@@ -92,29 +97,28 @@ def standard(m: ModelConfig) -> ModelConfig:
         return m
     top: dict[str, Any] = {"mup": None, "logits_scaling": m.logits_divisor}
     top["residual_multiplier"] = m.branch_factor
-    if not m.layers:
-        scale: dict[str, Any] = {"attention_multiplier": m.attention_scale, "query_scale_dim": None}
-        return dataclasses.replace(m, **top, **scale)
 
     def scaled(layer: Layer) -> Layer:
         a = layer.mixer
         if not isinstance(a, Attention):
             return layer
-        plain = a.scale if a.scale is not None else (a.scale_dim or a.head_dim) ** -0.5
-        own = dataclasses.replace(a, scale=plain * mup_score_factor(a, m), scale_dim=None)
+        own = dataclasses.replace(a, scale=_score_factor(a, m), scale_dim=None)
         return dataclasses.replace(layer, mixer=own)
 
     return dataclasses.replace(m.with_layers(tuple(map(scaled, m.layers))), **top)
 
 
-def in_words(m: ModelConfig) -> str:
+def in_words(m: Model) -> str:
     """Describe µP's factors in one line; empty without µP."""
     if m.mup is None:
         return ""
     of_axis = ratios(m)
     by_inputs = f"/ {of_axis['embed']:.4g} with d_model inputs, / {of_axis['mlp']:.4g} with d_ff"
     parts = [f"matrices of layers learn at the rate {by_inputs}"]
-    parts += [f"logits / {m.width_multiplier:.4g}", f"scores * {m.attention_scale:.4g}"]
+    parts.append(f"logits / {m.width_multiplier:.4g}")
+    attention = (layer.mixer for layer in m.distinct if isinstance(layer.mixer, Attention))
+    factors = dict.fromkeys(f"{_score_factor(a, m):.4g}" for a in attention)
+    parts += [f"scores * {' or '.join(factors)}"] if factors else []
     if m.mup.base_depth:
         parts.append(f"branches / {m.depth_multiplier:.4g}")
     return f"base width {m.mup.base_width}: {', '.join(parts)}"

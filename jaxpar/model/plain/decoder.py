@@ -13,9 +13,8 @@ import jax.numpy as jnp
 
 from jaxpar.components.component import Term
 from jaxpar.components.experts import Experts
-from jaxpar.components.model import Layer, Model
-from jaxpar.config import Config, ModelConfig
-from jaxpar.config.layout.composition import STACK_OF_MODULES, layer_of_modules, model_of
+from jaxpar.components.model import STACK_OF_MODULES, Layer, Model
+from jaxpar.config import Config
 from jaxpar.model.plain.components import Watch, plain, unwatched
 from jaxpar.model.plain.feed_forward import PlainRouting
 from jaxpar.model.plain.operations import norm, norm_of_stream, softcapped
@@ -24,9 +23,9 @@ from jaxpar.sharding.batch import IGNORED, Batch
 type Tree = dict[str, Any]
 
 
-def logits_of(params: Tree, tokens, positions, segments, m: ModelConfig) -> jax.Array:
+def logits_of(params: Tree, tokens, positions, segments, m: Model) -> jax.Array:
     """Compute logits, float32 [B, T, V], from int32 [B, T] tokens, positions and segments."""
-    model = model_of(m)
+    model = m
     x = first_stream(params, tokens, positions, model)
     for layer, w in layers_of(params, model):
         x = block(x, w, layer, positions, segments, model)
@@ -41,7 +40,7 @@ def hidden_and_routings(
     Args:     watch: called with the name of each point (`probes.py`), and the value there; at
               "queries" with the masked attention scores, [B, H, T, S].
     """
-    model, positions, segments = model_of(cfg.model), batch.positions, _segments(batch, cfg)
+    model, positions, segments = cfg.model, batch.positions, _segments(batch, cfg)
     x, routings = first_stream(params, batch.tokens, positions, model), []
     watch = watch or unwatched
 
@@ -64,7 +63,7 @@ def modules(
 ) -> Iterator[tuple[jax.Array, jax.Array, list[PlainRouting]]]:
     """Yield (labels, normalized hidden states, what its router did) of each module that predicts
     further tokens."""
-    model = model_of(cfg.model)
+    model = cfg.model
     h, segments = norm(x, params["final_norm"], model), jnp.asarray(batch.segment_ids)
     tokens, labels = jnp.asarray(batch.tokens), jnp.asarray(batch.labels)
     last = jnp.arange(tokens.shape[1]) == tokens.shape[1] - 1
@@ -80,7 +79,7 @@ def modules(
         def reached(point: str, value: Any, found: list[PlainRouting] = found) -> None:
             found += [value] if point == "router" else []
 
-        layer, place = layer_of_modules(cfg.model), (batch.positions, _segments(batch, cfg))
+        layer, place = cfg.model.module_layer, (batch.positions, _segments(batch, cfg))
         h = norm(block(x, w, layer, *place, model, reached), w["out_norm"], model)
         yield labels, h, found
 
@@ -98,8 +97,8 @@ def balanced(params: Tree, counts: jax.Array, cfg: Config) -> Tree:
     """Return the parameters after the update of `router_bias` for the loads of a batch."""
     mean = jnp.mean(counts, axis=1, keepdims=True)
     change = cfg.train.router_bias_rate * jnp.sign(mean - counts)
-    model = model_of(cfg.model)
-    layers = [*model.layers, *[layer_of_modules(cfg.model)] * model.mtp_depth]
+    model = cfg.model
+    layers = [*model.layers, *[cfg.model.module_layer] * model.mtp_depth]
     stacks = [layer.name for layer in layers if isinstance(layer.feed_forward, Experts)]
     found = dict(params)
     for stack in dict.fromkeys(stacks):

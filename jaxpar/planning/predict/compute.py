@@ -8,7 +8,6 @@ from jaxpar.components.experts import Experts
 from jaxpar.components.model import Layer
 from jaxpar.config import Config, replace
 from jaxpar.config.features import reads_scores
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.expert_placement import spreads_experts
 from jaxpar.config.layout.moment_blocks import uses_blocks
 from jaxpar.config.remat_policies import saved_names, without_mark
@@ -131,7 +130,7 @@ def _matmul_seconds(
         return 0.0
     t, n = cfg.parallel.tensor, shard.tokens
     parts = t if shard.execution.collective_matmul else cfg.parallel.row_groups
-    sites = component.matmuls(model_of(cfg.model), t)
+    sites = component.matmuls(cfg.model, t)
     rate = matmul_rate(cfg, gpu, float8=cfg.compute.matmul_dtype == "float8")
     seconds = 0.0
     for name, site in ((name, site) for name, of in sites.items() for site in of):
@@ -295,7 +294,7 @@ def tensor_messages(cfg: Config, layer: Layer, repeated: set[str]) -> float:
     In units of the residual stream. Latent attention gathers latents in its place. Experts that are
     spread over tensor need none, unless others are shared.
     """
-    model, again = model_of(cfg.model), "elementwise" in repeated
+    model, again = cfg.model, "elementwise" in repeated
     received = layer.mixer.received(model) if layer.mixer else model.d_model
     latents = (2 + again) * (received / model.d_model - 1)
     alone = isinstance(layer.feed_forward, Experts) and not hidden(layer, cfg, 1)[1]

@@ -4,8 +4,7 @@ import functools
 
 import jax
 
-from jaxpar.config import ComputeConfig, Config, DataConfig, ModelConfig, ParallelConfig
-from jaxpar.config.layout.composition import model_of
+from jaxpar.config import ComputeConfig, Config, DataConfig, Model, ParallelConfig
 from jaxpar.kernels.attention import choose
 from jaxpar.kernels.platform import Platform
 from jaxpar.model.attention_context import attention_layers, heads_of, masks_of
@@ -29,7 +28,7 @@ def attention_runs_on_reference(cfg: Config, gpu: Gpu) -> bool:
     Args:     cfg: resolved.
     Raises:   ValueError if `compute.attention_backend` does not support the layout.
     """
-    mixers = (layer.mixer for layer in model_of(cfg.model).layers)
+    mixers = (layer.mixer for layer in cfg.model.layers)
     if any(one and one.attention_heads and one.attention_heads.is_own for one in mixers):
         return True  # functions of users are unknown: assume that they store all scores
     return "reference" in attention_backends(cfg, gpu)
@@ -46,7 +45,7 @@ def attention_backends(cfg: Config, gpu: Gpu) -> frozenset[str]:
 
 @functools.cache
 def _chosen(
-    model: ModelConfig,
+    model: Model,
     compute: ComputeConfig,
     data: DataConfig,
     cut: tuple[int, int, str],

@@ -8,7 +8,6 @@ from jaxpar.components.costs import NO_WIDTHS, Widths
 from jaxpar.components.experts import Experts
 from jaxpar.components.model import Layer
 from jaxpar.config import Config
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.layer_split import slots_per_chunk
 from jaxpar.config.remat_policies import of_layers
 from jaxpar.model.chunks import layers_of_chunk
@@ -49,15 +48,15 @@ def layer_kinds(cfg: Config) -> tuple[LayerKind, ...]:
 
 def before_stages(cfg: Config) -> LayerKind:
     """Return the kind of the dense layers before the stages, whose backward computes them again."""
-    return LayerKind(model_of(cfg.model).layers[0], "full", 1.0)
+    return LayerKind(cfg.model.layers[0], "full", 1.0)
 
 
 def widths(layer: Layer, cfg: Config, tensor: int) -> Widths:
     """Return the values per token and tensor rank of a layer's mixer."""
-    return layer.mixer.widths(model_of(cfg.model), tensor) if layer.mixer else NO_WIDTHS
+    return layer.mixer.widths(cfg.model, tensor) if layer.mixer else NO_WIDTHS
 
 
 def hidden(layer: Layer, cfg: Config, tensor: int) -> tuple[float, float]:
     """Return `FeedForward.hidden` of a layer: of all tokens, so not of experts."""
     found = layer.feed_forward
-    return found.hidden(model_of(cfg.model), tensor) if found else (0.0, 0.0)
+    return found.hidden(cfg.model, tensor) if found else (0.0, 0.0)

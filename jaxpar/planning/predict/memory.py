@@ -20,7 +20,6 @@ from jaxpar.components.experts import Experts
 from jaxpar.components.model import Layer
 from jaxpar.config import Config
 from jaxpar.config.features import reads_scores
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.layer_split import layers_before_stages
 from jaxpar.config.remat_policies import (
     LAYER_INPUT,
@@ -254,7 +253,7 @@ def bytes_of_names(cfg: Config, layer: Layer) -> dict[str, float]:
     c, tensor, of = cfg.compute, cfg.parallel.tensor, layer.feed_forward
     width, stream, w = jnp.dtype(c.dtype).itemsize, _stream(cfg), widths(layer, cfg, tensor)
     has_experts = isinstance(of, Experts)
-    of_row = of.expert.hidden(model_of(cfg.model), tensor) if isinstance(of, Experts) else None
+    of_row = of.expert.hidden(cfg.model, tensor) if isinstance(of, Experts) else None
     into, f = of_row or hidden(layer, cfg, tensor)
     heads = layer.mixer.attention_heads if layer.mixer else None
     sizes = {

@@ -1,7 +1,6 @@
 """Predicts the buffer of a zero-bubble schedule: factors of weight gradients that are put off."""
 
 from jaxpar.config import Config
-from jaxpar.config.layout.composition import model_of
 from jaxpar.planning.predict.layer_kinds import LayerKind, layer_kinds
 from jaxpar.planning.predict.shard import Shard
 
@@ -26,7 +25,7 @@ def factors_per_token(cfg: Config, shard: Shard) -> float:
 
 
 def _elements(kind: LayerKind, cfg: Config, shard: Shard) -> float:
-    model, layer, elements = model_of(cfg.model), kind.layer, 0.0
+    model, layer, elements = cfg.model, kind.layer, 0.0
     for component in (layer.mixer, None if kind.experts else layer.feed_forward):
         for of in component.matmuls(model, cfg.parallel.tensor).values() if component else ():
             elements += sum(site.times * site.share * (site.inner + site.out) for site in of)

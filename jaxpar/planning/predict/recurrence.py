@@ -4,7 +4,6 @@ import dataclasses
 
 from jaxpar.components.recurrent import Recurrent
 from jaxpar.config import ComputeConfig, Config
-from jaxpar.config.layout.composition import model_of
 from jaxpar.kernels import recurrence
 from jaxpar.kernels.platform import Platform
 
@@ -14,7 +13,7 @@ def with_backend(cfg: Config, platform: Platform) -> Config:
 
     The reference, unless kernels compute every recurrence of the model.
     """
-    c, layers = cfg.compute, model_of(cfg.model).layers
+    c, layers = cfg.compute, cfg.model.layers
     mixers = {layer.mixer for layer in layers if isinstance(layer.mixer, Recurrent)}
     if c.recurrent_backend != "auto" or not mixers:
         return cfg

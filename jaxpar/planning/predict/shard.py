@@ -4,7 +4,6 @@ Letters as in docs/parallelism.md: N parameters, f their FSDP shards, t tensor, 
 c sequence.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -16,18 +15,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxpar.components.model import STACK_OF_MODULES
 from jaxpar.config import (
     ComputeConfig,
     Config,
     DilocoConfig,
     LoraConfig,
-    ModelConfig,
+    Model,
     OptimizerConfig,
     ParallelConfig,
     replace,
 )
 from jaxpar.config.features import without_state
-from jaxpar.config.layout.composition import STACK_OF_MODULES, model_of
 from jaxpar.config.layout.expert_placement import expert_ways, spreads_experts
 from jaxpar.config.layout.layer_split import layers_before_stages, layers_per_chunk
 from jaxpar.execution.decisions import Execution, on_gpus, rows_per_device
@@ -65,11 +64,9 @@ def state_bytes(cfg: Config) -> tuple[int, int]:
     return weights, rest + feedback_bytes(cfg)
 
 
-def _with_slots(cfg: Config) -> ModelConfig:
+def _with_slots(cfg: Config) -> Model:
     """Return the model with a layer for each slot."""
     m, before = cfg.model, layers_before_stages(cfg.model, cfg.parallel)
-    if not m.layers:
-        return dataclasses.replace(m, num_layers=num_slots(cfg) + before)
     chunks = cfg.parallel.pipeline * cfg.parallel.virtual_stages
     return m.with_layers([*m.layers[:before], *layers_of_chunk(cfg) * chunks])
 
@@ -82,7 +79,7 @@ def feedback_bytes(cfg: Config) -> int:
 
 @functools.cache
 def _bytes_on_device(
-    model: ModelConfig,
+    model: Model,
     compute: ComputeConfig,
     lora: LoraConfig,
     optimizer: OptimizerConfig,
@@ -102,7 +99,7 @@ def _bytes_on_device(
 
 @functools.cache
 def _state_leaves(
-    model: ModelConfig,
+    model: Model,
     compute: ComputeConfig,
     lora: LoraConfig,
     optimizer: OptimizerConfig,
@@ -246,7 +243,7 @@ def shard_of(cfg: Config, imbalance: float = EXPERT_IMBALANCE) -> Shard:
     ways_of_layers = p.tensor, p.expert, spreads_experts(p)
     before = layers_before_stages(m, p)
     here = Counter(layer.name for layer in layers_of_chunk(cfg) * p.virtual_stages)
-    here.update(layer.name for layer in model_of(m).layers[:before])
+    here.update(layer.name for layer in m.layers[:before])
     of_stacks = {name: _of_a_layer(m, name, *ways_of_layers) for name in here}
     stack = functools.reduce(operator.add, (of_stacks[name].times(n) for name, n in here.items()))
     module = _of_a_layer(m, STACK_OF_MODULES, *ways_of_layers)
@@ -291,9 +288,7 @@ def _layers_in_turn(cfg: Config, execution: Execution) -> tuple[int, int]:
 
 
 @functools.cache
-def _of_a_layer(
-    model: ModelConfig, name: str, tensor: int, expert: int, spread: bool
-) -> Parameters:
+def _of_a_layer(model: Model, name: str, tensor: int, expert: int, spread: bool) -> Parameters:
     """Parameters of one layer of a stack, or of one module, on one device."""
     everything, matrices, experts = 0, 0, 0
     specs = param_specs(model, spread=spread).get(name, {})

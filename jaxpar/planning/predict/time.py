@@ -3,7 +3,7 @@
 import functools
 from dataclasses import dataclass
 
-from jaxpar.config import Config, LoraConfig, ModelConfig
+from jaxpar.config import Config, LoraConfig, Model
 from jaxpar.model.flops import train_flops_per_token
 from jaxpar.planning.options import EXPERT_IMBALANCE
 from jaxpar.planning.predict import compute, experts, rates
@@ -113,7 +113,7 @@ def step_time(cfg: Config, cluster: Cluster, imbalance: float = EXPERT_IMBALANCE
 
 
 @functools.cache
-def _model_flops(model: ModelConfig, lora: LoraConfig, seq_len: int, causal: bool) -> float:
+def _model_flops(model: Model, lora: LoraConfig, seq_len: int, causal: bool) -> float:
     return train_flops_per_token(model, seq_len, causal=causal, lora=lora)
 
 

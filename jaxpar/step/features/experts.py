@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.components.experts import Experts, experts_in
-from jaxpar.config import Config, ModelConfig
-from jaxpar.config.layout.composition import STACK_OF_MODULES, model_of, stacks_of_experts
+from jaxpar.components.experts import Experts, experts_in, stacks_of_experts
+from jaxpar.components.model import STACK_OF_MODULES
+from jaxpar.config import Config, Model
 from jaxpar.config.layout.expert_placement import expert_ways
 from jaxpar.config.layout.layer_split import is_equal
 from jaxpar.config.metrics import Metric
@@ -57,7 +57,7 @@ TALLY = LayerProbe("router_tally", "routing", _tally, _size)
 
 def _experts(cfg: Config) -> Experts:
     """Return the experts of a layer: all have the same number."""
-    return experts_in(model_of(cfg.model))[0]
+    return experts_in(cfg.model)[0]
 
 
 class ExpertBalance(Feature):
@@ -83,7 +83,7 @@ class ExpertBalance(Feature):
     }
 
     def is_on(self, cfg: Config) -> bool:
-        return bool(experts_in(model_of(cfg.model))) and cfg.lora.rank == 0
+        return bool(experts_in(cfg.model)) and cfg.lora.rank == 0
 
     def probes(self, cfg: Config, requested: tuple[str, ...]) -> tuple[LayerProbe, ...]:
         return (TALLY,)
@@ -217,12 +217,12 @@ def _rows_by_stack(rows: jax.Array, cfg: Config) -> dict[str, jax.Array]:
     return {name: rows[jnp.array(places(name))] for name in dict.fromkeys(here)}
 
 
-def bias_range(params: Any, m: ModelConfig) -> jax.Array:
+def bias_range(params: Any, m: Model) -> jax.Array:
     """Return the largest difference between the biases of a layer: float32 scalar.
 
     Communication: an all-reduce over PIPELINE.
     """
-    stacks = (params.get(name, {}) for name in model_of(m).stacks)
+    stacks = (params.get(name, {}) for name in m.stacks)
     biases = [stack["router_bias"] for stack in stacks if "router_bias" in stack]
     ranges = [jnp.max(jnp.max(bias, axis=1) - jnp.min(bias, axis=1)) for bias in biases]
     return lax.pmax(functools.reduce(jnp.maximum, ranges), PIPELINE)

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 
 from jaxpar.components.experts import num_experts
 from jaxpar.config import Config
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.metrics import Metric
 from jaxpar.model import probes
 from jaxpar.step.feature import Feature, TrainStep
@@ -70,7 +69,7 @@ class LayerMetrics(Feature):
         found["layer_grad_norm"] = jnp.sqrt(s.layer_squares(s.grads))
         if TALLY.name in s.probes:
             rows = s.layer_sums(TALLY.name, absent=jnp.nan)
-            rows = rows[:, : num_experts(model_of(s.cfg.model))]
+            rows = rows[:, : num_experts(s.cfg.model)]
             found["layer_fullest_expert"] = jnp.max(rows, axis=1) / jnp.mean(rows, axis=1)
         return s.with_metrics(**found)
 

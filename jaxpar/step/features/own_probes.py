@@ -10,7 +10,6 @@ from jax import lax
 
 from jaxpar.components.experts import experts_in
 from jaxpar.config import Config, ConfigError
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.metrics import METRICS, Metric, Reduction
 from jaxpar.config.values import Value
 from jaxpar.model import probes
@@ -57,7 +56,7 @@ class Probe(Value):
             rule = f"must say how tokens are reduced at {self.point}"
             fix = f"use reduce={' or '.join(map(json.dumps, reductions))}"
             raise ConfigError(f"{path}: {self.metric}.reduce", self.reduce, rule, fix)
-        if self.point == "router" and not experts_in(model_of(cfg.model)):
+        if self.point == "router" and not experts_in(cfg.model):
             rule, fix = "needs a model with experts", 'use point="feed_forward_input"'
             raise ConfigError(f"{path}: {self.metric}.point", self.point, rule, fix)
         has_method = type(self).__call__ is not Probe.__call__

@@ -26,7 +26,6 @@ from jax import lax
 from jaxpar.components.component import Mixer
 from jaxpar.components.latent_attention import LatentAttention
 from jaxpar.config import Config
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.metrics import Metric
 from jaxpar.model.chunks import layers_of_chunk
 from jaxpar.model.largest_scores import across, largest
@@ -52,7 +51,7 @@ def _shape(batch: Batch, cfg: Config) -> tuple[int, ...]:
 
 def _mixers(cfg: Config) -> dict[str, Mixer]:
     """Return the mixer of each name whose layers have logits to clip."""
-    layers = model_of(cfg.model).layers
+    layers = cfg.model.layers
     return {one.name: one.mixer for one in layers if one.mixer and one.has_point("queries")}
 
 
@@ -100,7 +99,7 @@ class QkClip(Feature):
         names, found = chunk * cfg.parallel.virtual_stages, dict(params)
         for name in dict.fromkeys(names):
             of_stack = _rows(eta, [i for i, other in enumerate(names) if other == name])
-            if name in model_of(cfg.model).leading_stacks:
+            if name in cfg.model.leading_stacks:
                 # Every stage holds them: one stage alone, so this changes the type and no value.
                 of_stack = lax.pmin(of_stack, PIPELINE)
             found[name] = rescaled(params[name], of_stack, mixers[name])
@@ -175,7 +174,7 @@ def largest_logits(params: Any, batch: Batch, cfg: Config) -> jax.Array:
 def clipped(params: Any, largest: jax.Array, cfg: Config) -> Any:
     """Return parameters after QK-clip, given the largest logits of the step."""
     eta, mixers = factors(largest, cfg.optimizer.qk_clip), _mixers(cfg)
-    names = [layer.name for layer in model_of(cfg.model).layers if layer.name in mixers]
+    names = [layer.name for layer in cfg.model.layers if layer.name in mixers]
     found = dict(params)
     for name in dict.fromkeys(names):
         rows = [i for i, other in enumerate(names) if other == name]

@@ -18,9 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.components.experts import Experts, experts_in, num_experts
+from jaxpar.components.experts import Experts, experts_in, num_experts, stacks_of_experts
 from jaxpar.config import Config
-from jaxpar.config.layout.composition import model_of, stacks_of_experts
 from jaxpar.config.lists.recorded_steps import id_bits
 from jaxpar.model.chunks import layers_of_chunk, scan_period
 from jaxpar.model.probes import Feed, LayerProbe, Seen
@@ -48,7 +47,7 @@ def _chosen(s: Seen) -> jax.Array:
 
 
 def _shape(batch: Batch, cfg: Config) -> tuple[int, ...]:
-    return (*batch.tokens.shape, experts_in(model_of(cfg.model))[0].experts_per_token)
+    return (*batch.tokens.shape, experts_in(cfg.model)[0].experts_per_token)
 
 
 def _repeated(chosen: jax.Array, fed: jax.Array, context: Any) -> jax.Array:
@@ -71,7 +70,7 @@ class RoutingRecord(Feature):
     handles_skips = True
 
     def is_on(self, cfg: Config) -> bool:
-        return bool(experts_in(model_of(cfg.model)))
+        return bool(experts_in(cfg.model))
 
     def probes(self, cfg: Config, requested: tuple[str, ...]) -> tuple[LayerProbe, ...]:
         return (RECORD,) if ROUTING in requested and cfg.lora.rank == 0 else ()
@@ -96,7 +95,7 @@ class RoutingRecord(Feature):
         at = jnp.where(layers == EMPTY, count, layers)
         every = jnp.zeros((count, *here.shape[1:]), jnp.float32).at[at].set(here, mode="drop")
         whole = jnp.moveaxis(psum(every, (PIPELINE, TENSOR)), 0, 2)
-        whole = whole.astype(f"uint{id_bits(num_experts(model_of(m)))}")
+        whole = whole.astype(f"uint{id_bits(num_experts(m))}")
         return s.replace(records=s.records | {ROUTING: whole})
 
 

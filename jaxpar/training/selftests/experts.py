@@ -17,8 +17,7 @@ import jax.numpy as jnp
 
 from jaxpar.components.experts import Experts, experts_in
 from jaxpar.components.feed_forward import ClampedSwiglu
-from jaxpar.config import ComputeConfig, Config, ConfigError, ModelConfig
-from jaxpar.config.layout.composition import model_of
+from jaxpar.config import ComputeConfig, Config, ConfigError, Model
 from jaxpar.config.layout.expert_placement import expert_ways
 from jaxpar.execution.decisions import Execution
 from jaxpar.kernels import grouped_matmul as kernels
@@ -43,9 +42,9 @@ type Arrays = dict[str, jax.Array]
 _QUICKLY = {"xla_gpu_autotune_level": 0, "xla_allow_excess_precision": False}
 
 
-def _experts(m: ModelConfig) -> Experts:
+def _experts(m: Model) -> Experts:
     """Return the experts of a model's first layer that has some."""
-    return experts_in(model_of(m))[0]
+    return experts_in(m)[0]
 
 
 def test_experts(ex: Execution, log: Callable[[str], None]) -> None:
@@ -54,7 +53,7 @@ def test_experts(ex: Execution, log: Callable[[str], None]) -> None:
     Raises:   ConfigError when they disagree.
     """
     cfg, m, dtype = ex.cfg, ex.cfg.model, ex.cfg.compute.dtype
-    if not experts_in(model_of(m)):
+    if not experts_in(m):
         return
     of = _experts(m)
     D, F = m.d_model, of.expert.d_ff // cfg.parallel.tensor
@@ -72,7 +71,7 @@ def test_experts(ex: Execution, log: Callable[[str], None]) -> None:
         device = jax.local_devices()[0].device_kind
         rule = f"its kernels disagree with the reference on {device}: {', '.join(wrong)}"
         fix = "use --compute.dtype float32, which runs the reference, and report the bug"
-        raise ConfigError("model.num_experts", of.num_experts, rule, fix)
+        raise ConfigError("model.*.feed_forward.num_experts", of.num_experts, rule, fix)
     found = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
     seconds = time.perf_counter() - began
     log(f"expert kernels: hopper; self-test, error{beside}: {found}, {seconds:.1f} s")

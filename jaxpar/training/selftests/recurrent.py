@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from jaxpar.components.recurrent import Recurrent
 from jaxpar.config import Config, ConfigError
-from jaxpar.config.layout.composition import model_of
 from jaxpar.kernels import recurrence
 from jaxpar.kernels.recurrence import Shape
 from jaxpar.step.compiled import FirstRunAlone
@@ -94,7 +93,7 @@ def with_gradients(delta: bool, size: int, backend: str, x: RecurrenceInputs) ->
 
 def recurrences(cfg: Config) -> dict[Recurrent, Shape]:
     """Return the different recurrences of a model, with what a backend of each must support."""
-    mixers = (layer.mixer for layer in model_of(cfg.model).layers)
+    mixers = (layer.mixer for layer in cfg.model.layers)
     kinds = dict.fromkeys(mixer for mixer in mixers if isinstance(mixer, Recurrent))
     return {mixer: Shape(mixer.chunk, *mixer.state[1:], cfg.compute.dtype) for mixer in kinds}
 

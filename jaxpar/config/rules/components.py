@@ -1,4 +1,4 @@
-"""Rules about composed models, `model.layers`, on a mesh."""
+"""Rules about the layers of a model, on a mesh."""
 
 import dataclasses
 import functools
@@ -15,18 +15,16 @@ from jaxpar.components.model import Model, repetition
 from jaxpar.components.recurrent import GatedDeltaNet, Recurrent
 from jaxpar.config import Config, ConfigError, ParallelConfig, default_of, flag, require
 from jaxpar.config.fields import refused
-from jaxpar.config.layers import BESIDE, addressed, summary
-from jaxpar.config.layout.composition import model_of
+from jaxpar.config.layers import addressed
 from jaxpar.config.layout.expert_placement import spreads_experts
-from jaxpar.config.rules.layer_pattern import CHUNKS, KEYS, VALUES
-from jaxpar.config.schema.model import ModelConfig
+
+#: What the Triton kernels of recurrences compute: tokens of a chunk, widths of keys and values.
+KEYS, CHUNKS, VALUES = (64, 128), (32, 64), 64
 
 
 def of_components(cfg: Config) -> list[ConfigError]:
-    """Return an error for each broken rule of a composed model's components, and of those about
+    """Return an error for each broken rule of the model's components, and of those about
     the mesh, of which one wrong size breaks many, the first."""
-    if not cfg.model.layers:
-        return []
     # `parallel.data` counts once it is known.
     p = dataclasses.replace(cfg.parallel, data=max(cfg.parallel.data, 1))
     found = []
@@ -38,8 +36,8 @@ def of_components(cfg: Config) -> list[ConfigError]:
 
 
 @functools.lru_cache(maxsize=128)
-def _broken(m: ModelConfig, parallel: ParallelConfig) -> tuple[DimRule, ...]:
-    broken = [rule for rule in model_of(m).rules(parallel) if not rule.ok]
+def _broken(m: Model, parallel: ParallelConfig) -> tuple[DimRule, ...]:
+    broken = [rule for rule in m.rules(parallel) if not rule.ok]
     of_mesh = [rule for rule in broken if "parallel." in rule.rule]
     return tuple(rule for rule in broken if rule not in of_mesh[1:])
 
@@ -54,11 +52,11 @@ def _value(cfg: Config, path: str) -> Any:
 
 
 def float8_of_components(cfg: Config) -> list[ConfigError]:
-    """Return an error for each matrix of a composed model that cuBLAS cannot multiply in float8:
+    """Return an error for each matrix that cuBLAS cannot multiply in float8:
     the dimensions of a device must be multiples of 16. (`divisibility.py` has that of d_model.)"""
-    if not cfg.model.layers or cfg.compute.matmul_dtype != "float8":
+    if cfg.compute.matmul_dtype != "float8":
         return []
-    model, found = model_of(cfg.model), dict[str, ConfigError]()
+    model, found = cfg.model, dict[str, ConfigError]()
     plain = flag("compute.matmul_dtype", "compute")
     for layer in model.distinct:
         for role in ("mixer", "feed_forward"):
@@ -116,12 +114,12 @@ _NOT_MULTIPLIED = ("embed", "expert_embed", "experts", "spread_experts")
 
 
 def recurrences(cfg: Config) -> list[ConfigError]:
-    """Return an error for each recurrence of a composed model that shards of a sequence, or the
+    """Return an error for each recurrence that shards of a sequence, or the
     kernels that the config asks for, cannot compute."""
     found, backend = [], "compute.recurrent_backend"
     auto, shard = flag(backend, "auto"), cfg.data.seq_len // cfg.parallel.sequence
     of = [one for one in dict.fromkeys(cfg.model.layers) if isinstance(one.mixer, Recurrent)]
-    if cfg.model.layers and not of and cfg.compute.recurrent_backend != default_of(backend):
+    if not of and cfg.compute.recurrent_backend != default_of(backend):
         rule = "needs a recurrent layer, and there is none"
         found.append(refused(backend, cfg.compute.recurrent_backend, rule, auto))
     for layer in of:
@@ -150,30 +148,17 @@ def recurrences(cfg: Config) -> list[ConfigError]:
     return found
 
 
-def composed(cfg: Config) -> None:
-    """Check that the flags of layers have their defaults, and that stages have the same layers."""
-    m, p = cfg.model, cfg.parallel
-    if not m.layers:
-        return
-    said = summary(m.layers)
-    for field in dataclasses.fields(ModelConfig):
-        path, value = f"model.{field.name}", getattr(m, field.name)
-        if field.name not in BESIDE and value not in (default_of(path), said.get(field.name)):
-            rule = "describes the layers of a model without model.layers"
-            raise ConfigError(path, value, rule, f"remove {field.name}, which model.layers says")
-    if p.pipeline > 1:
-        _before_stages(cfg)
-
-
-def _before_stages(cfg: Config) -> None:
+def before_stages(cfg: Config) -> None:
     """Check the layers that run before the stages, which all execute the same layers."""
     m, path = cfg.model, "parallel.pipeline"
+    if cfg.parallel.pipeline == 1:
+        return
     leading, one = m.layers[: repetition(m.layers).start], flag(path, 1)
     if not leading:
         return
     said = f"has {len(leading)} layers before those that repeat, which run before the first stage"
     for layer in dict.fromkeys(leading):
         rule = f"{said}: {layer.name} is also the name of later ones"
-        require(layer.name in model_of(m).leading_stacks, cfg, path, rule, one)
+        require(layer.name in m.leading_stacks, cfg, path, rule, one)
         rule = f"{said}: {layer.name} has experts, which only stages have"
         require(not isinstance(layer.feed_forward, Experts), cfg, path, rule, one)
