@@ -146,7 +146,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A decoder. Nothing here says how it is executed."""
+    """The decoder. Nothing here says how it is executed; docs/families.md lists models."""
 
     d_model: Width
     """Width of the residual stream."""
@@ -157,6 +157,7 @@ class Model:
     """Layers of components, by Python's list arithmetic: layers=[local] * 5 + [wide]. Layers with
     one name are equal, and their weights are stacked."""
     norm: Norm = Norm()
+    """The norm of the residual stream, of each branch and at the end."""
     tie_embeddings: bool = False
     """Use the embedding as the output head."""
     max_positions: Natural = 0

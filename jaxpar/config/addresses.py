@@ -12,19 +12,20 @@ from typing import Any
 
 from jaxpar.components.model import in_words, repetition, with_length
 from jaxpar.config.errors import ConfigError
-from jaxpar.config.fields import ALIASES, flag, value_of
-from jaxpar.config.layers import BESIDE, addressed, all_paths, type_at, with_value
+from jaxpar.config.fields import ALIASES, flag, leaf_paths, value_of
+from jaxpar.config.layers import FIELD, addressed, all_paths, type_at, with_value
 from jaxpar.config.rules.type_check import describe, fits
 from jaxpar.config.schema import Config
 
-_LENGTH = "model.num_layers"
+#: The number of layers, which is no field: an option that repeats or cuts the list.
+LENGTH = "model.num_layers"
 
 
 def addresses_layers(cfg: Config, path: str) -> bool:
     """Return whether a path addresses fields of layers, or their number."""
     section, *keys = path.split(".")
     names = {"*", *(layer.name for layer in cfg.model.distinct)}
-    return path == _LENGTH or (section == "model" and len(keys) > 1 and keys[0] in names)
+    return path == LENGTH or (section == "model" and len(keys) > 1 and keys[0] in names)
 
 
 def with_addressed(cfg: Config, path: str, read: Callable[[Any], Any]) -> Config:
@@ -34,7 +35,7 @@ def with_addressed(cfg: Config, path: str, read: Callable[[Any], Any]) -> Config
     Raises:   ConfigError for an address of no field, and for a value of another type.
     """
     layers = cfg.model.layers
-    if path == _LENGTH:
+    if path == LENGTH:
         return _of_length(cfg, read(int))
     found = list(addressed(layers, path.split(".")[1:]))
     if not found:
@@ -52,7 +53,8 @@ def with_addressed(cfg: Config, path: str, read: Callable[[Any], Any]) -> Config
 
 def unknown_in_model(cfg: Config, path: str, value: Any) -> ConfigError:
     """Return the error for a path of `model` that is no field, with the most similar ones."""
-    every = [*all_paths(cfg.model.layers), *(f"model.{name}" for name in BESIDE)]
+    beside = [one for one in leaf_paths() if one.startswith("model.") and one != FIELD]
+    every = [*all_paths(cfg.model.layers), *beside, LENGTH]
     name = path.rpartition(".")[2]
     name = ALIASES.get(name, name).rpartition(".")[2]
     names = {one.rpartition(".")[2] for one in every}
@@ -65,7 +67,7 @@ def unknown_in_model(cfg: Config, path: str, value: Any) -> ConfigError:
 
 def value_at(cfg: Config, path: str) -> Any:
     """Return the value of a field; of an address with a star, that of the first field."""
-    if not addresses_layers(cfg, path) or path == _LENGTH:
+    if not addresses_layers(cfg, path) or path == LENGTH:
         return value_of(cfg, path)
     return next(value for _, value in addressed(cfg.model.layers, path.split(".")[1:]))
 
@@ -77,8 +79,8 @@ def changes_of_layers(base: Config, chosen: Config) -> dict[str, Any]:
     """
     layers, found = base.model.layers, dict[str, Any]()
     if len(layers) != len(chosen.model.layers):
-        found[_LENGTH] = len(chosen.model.layers)
-        layers = with_length(layers, found[_LENGTH])
+        found[LENGTH] = len(chosen.model.layers)
+        layers = with_length(layers, found[LENGTH])
     for path in all_paths(chosen.model.layers):
         keys = path.split(".")[1:]
         ((_, before),) = addressed(layers, keys)
@@ -97,6 +99,6 @@ def _of_length(cfg: Config, length: Any) -> Config:
     if times < 1 or rest:
         near = [first + n * each for n in (times, times + 1) if n > 0] or [len(layers)]
         rule = f"must be {f'{first} plus ' if first else ''}a multiple of {each}, for the layers "
-        ways = ", or ".join(flag(_LENGTH, number) for number in near)
-        raise ConfigError(_LENGTH, length, rule + in_words(layers), f"use {ways}")
+        ways = ", or ".join(flag(LENGTH, number) for number in near)
+        raise ConfigError(LENGTH, length, rule + in_words(layers), f"use {ways}")
     return dataclasses.replace(cfg, model=cfg.model.with_layers(with_length(layers, length)))

@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxpar.components.model import Layer
 from jaxpar.config import Config, ConfigError, default_of, flag, value_of
+from jaxpar.config.addresses import LENGTH
 from jaxpar.config.command_line import as_called
 from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.fields import field_types, leaf_paths, meanings, section_of
@@ -106,8 +107,9 @@ def _parts(
     if topic:
         for section in SECTIONS if topic == ALL else (topic,):
             title = f"{section}: {' '.join(meaning_of_section(section).split())}"
-            paths = (path for path in field_types() if path.startswith(f"{section}."))
-            yield _listed(title, _rows(cfg, (path for path in paths if path != FIELD)))
+            of_section = (path for path in field_types() if path.startswith(f"{section}."))
+            paths = (LENGTH if path == FIELD else path for path in of_section)
+            yield _listed(title, _rows(cfg, paths))
             if section == "model":
                 yield from _of_layers(cfg)
         return
@@ -180,6 +182,12 @@ def meaning_of_section(name: str) -> str:
 def _rows(cfg: Config, paths: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield fields of a config as on a command line, with docstrings and values."""
     for path in paths:
+        if path == LENGTH:
+            text = "Number of layers. Another one repeats or cuts the list below, at whole periods."
+            yield f"{flag(path)} INT", f"{text} (default: {cfg.model.num_layers})"
+            continue
+        if section_of(field_types()[path]) is field_types()[path]:  # whose fields follow
+            continue
         section, _, name = path.rpartition(".")
         section_class: Any = type(default_of(section))
         text = meanings(section_class)[name]

@@ -1,6 +1,6 @@
 """Reads LongRoPE's divisors, `short_factors` and `long_factors` of the section RopeScaling."""
 
-from jaxpar.config.schema.model import RopeScaling
+from jaxpar.components.rope import RopeScaling
 
 
 def longrope_factors(s: RopeScaling, length: int) -> list[float]:
