@@ -71,6 +71,8 @@ def needs(name: Any) -> Needs:
 
 
 def _built_in(path: str) -> tuple[str, ...]:
+    if path == "model.attention":
+        return ("softmax",)
     hint = field_types()[path]
     names = hint if get_origin(hint) is Literal else get_args(hint)[0]
     return get_args(names)
