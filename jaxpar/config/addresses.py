@@ -73,7 +73,7 @@ def value_at(cfg: Config, path: str) -> Any:
 
 
 def changes_of_layers(base: Config, chosen: Config) -> dict[str, Any]:
-    """Return the fields of a composed model's layers that differ from those of `base`, by address.
+    """Return the fields of layers that differ from those of `base`, by address.
 
     Args:     base, chosen: their layers have the same names and components.
     """

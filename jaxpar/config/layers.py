@@ -180,7 +180,7 @@ def with_classes(layers: Sequence[Layer], find: Callable[[str], Any]) -> tuple[L
 
 
 def with_classes_of(m: Any, other: Any) -> Any:
-    """Return a composed model with the components whose classes another model has."""
+    """Return a model with the components whose classes another model has."""
     classes: dict[str, Any] = {}
 
     def note(node: Any) -> None:
@@ -302,7 +302,7 @@ def with_value(layers: Sequence[Layer], path: str, value: Any) -> tuple[Layer, .
 
 
 def all_paths(layers: Sequence[Layer]) -> list[str]:
-    """Return the address of every field of a composed model."""
+    """Return the address of every field of layers."""
     found: list[str] = []
 
     def walk(node: Any, path: str) -> None:

@@ -35,7 +35,7 @@ name of the input. attn_norm, mlp_norm and mlp_hidden are then saved in rounded 
 half the bytes. attn_out is saved in both forms, because attention's own backward needs it: 3 H K.
 
 Every policy also saves the scale of each row of a norm, 4 bytes, and which experts a token has,
-with the router's weights as they arrive: with k = `model.experts_per_token`, 16 k bytes, on an
+with the router's weights as they arrive: with k = `experts_per_token`, 16 k bytes, on an
 expert axis of n devices 4 (1 + s + 3 n) k with dispatch by tokens and 4 (5 + 4 s) k by rows, for
 s = `parallel.expert_slack`, without padding. With experts, gate_up takes 4 k F.
 """

@@ -140,7 +140,7 @@ def load(
     Args:     tensor: number of tensor-parallel devices. log: called with what is read.
               modules: keep those of multi-token prediction, for speculative decoding. weights:
               of a run: those that are trained, or their moving average. code: files with the
-              classes of a composed model's components.
+              classes of components.
     Raises:   ConfigError when the folder contains no model, or there are too few devices; Damaged
               when no checkpoint is intact, or `step` is damaged.
     """

@@ -114,7 +114,7 @@ type Activation = Literal["silu", "gelu", "gelu_exact", "relu_squared"]
 
 
 def activated(x: jax.Array, kind: Activation) -> jax.Array:
-    """Apply an activation, by its name in `model.activation`.
+    """Apply an activation, by its name in `Glu.activation`.
 
     Source:   So et al. 2021 (2109.08668), section 4: the squared ReLU.
     """

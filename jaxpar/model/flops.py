@@ -34,12 +34,12 @@ def num_adapter_params(model: Model, lora: LoraConfig) -> int:
 
 def num_matmul_params(model: Model) -> int:
     """Return the number of parameters used in matmuls for a token. A tied table counts (head)."""
-    table, composed = model.vocab_size * model.d_model, model
+    table = model.vocab_size * model.d_model
     feed_forwards = (layer.feed_forward for layer in _layers(model))
-    idle = sum(one.num_idle(composed) for one in feed_forwards if one)
+    idle = sum(one.num_idle(model) for one in feed_forwards if one)
     again = model.mtp_depth * table  # each module multiplies with the head
-    looked_up = 0 if composed.tie_embeddings else table
-    looked_up += composed.max_positions * composed.d_model
+    looked_up = 0 if model.tie_embeddings else table
+    looked_up += model.max_positions * model.d_model
     return num_params(model) + again - idle - looked_up
 
 

@@ -158,7 +158,7 @@ class Branch:
     def add(self, x: jax.Array, out: jax.Array, vectors: Weights, m: Model) -> jax.Array:
         """Add the branch's `normalized` output to x.
 
-        The last branch of a layer then scales the stream, with `model.layer_scale`.
+        The last branch of a layer then scales the stream, with `Layer.scaled`.
         """
         x = x + (out if m.branch_factor == 1 else out * m.branch_factor)
         scale = vectors.get(self.scale or "")
