@@ -68,8 +68,6 @@ class Attention(Mixer):
     """Cap the magnitude of the scores (Gemma 2: 50)."""
     growth: QueryGrowth | None = None
     """Of queries, in layers without a rotary embedding."""
-    function: str = "softmax"
-    """softmax, or the name of a registered attention function."""
 
     output_bias: ClassVar[str] = "bo"
     points: ClassVar[tuple[str, ...]] = ("queries",)
@@ -190,10 +188,14 @@ class Attention(Mixer):
         return both if self.bias else (*both, "deferred_scale")
 
     @property
+    def has_own_heads(self) -> bool:
+        """Whether a subclass defines another function of queries and keys."""
+        return type(self).heads is not Attention.heads
+
+    @property
     def attention_heads(self) -> Heads:
         H, G, K = self.num_heads, self.num_kv_heads, self.head_dim
-        is_own = self.function != "softmax" or type(self).heads is not Attention.heads
-        return Heads(H, G, K, K, self.softcap, is_own)
+        return Heads(H, G, K, K, self.softcap, self.has_own_heads)
 
     @property
     def is_local(self) -> bool:

@@ -14,7 +14,7 @@ from jaxpar.components.feed_forward import Mlp
 from jaxpar.components.latent_attention import LatentAttention
 from jaxpar.components.model import Layer
 from jaxpar.components.recurrent import KimiDeltaAttention, Recurrent
-from jaxpar.config import Config, ConfigError, registry
+from jaxpar.config import Config, ConfigError
 from jaxpar.config.condition import (
     Condition,
     both,
@@ -103,11 +103,10 @@ CHUNKED = some_layer(
 )
 SOFTCAP = _attention("a cap of scores", "softcap", None)
 SINKS = _attention("attention sinks", "sinks", False)
-OTHER_ATTENTION = _attention("a registered attention function", "function", "softmax")
 USER_HEADS = some_layer(
     "attention with another method `heads`",
     "mixer",
-    lambda one: isinstance(one.mixer, Attention) and type(one.mixer).heads is not Attention.heads,
+    lambda one: isinstance(one.mixer, Attention) and one.mixer.has_own_heads,
 )
 DIFFERENT_HEADS = of_model(
     "layers with different numbers of heads",
@@ -122,10 +121,8 @@ PARALLEL_BLOCK = some_layer("parallel blocks", "parallel", lambda one: one.paral
 _RATES_BY_WIDTH = ("adamw", "lion", "adafactor", "muon")
 
 
-def _needs_matrices(name: str) -> bool:
-    if registry.function("optimizer.name", name) is not None:
-        return registry.needs(name) == "matrices"
-    return name in ("muon", "adafactor")
+def _needs_matrices(rule: Any) -> bool:
+    return rule in ("muon", "adafactor") or getattr(rule, "needs", "") == "matrices"
 
 
 LORA, MTP, MUP = changed("lora.rank"), changed("model.mtp_depth"), changed("model.mup", None)
@@ -239,7 +236,6 @@ TABLE: tuple[Incompatible, ...] = (
     _ROW(POST_UPDATES, DILOCO, "replicas differ in their weights"),
     # QK-clip
     _ROW(QK_NORM, QK_CLIP, "queries and keys are normalized, whatever the size of their matrices"),
-    _ROW(OTHER_ATTENTION, QK_CLIP, "it has other logits"),
     _ROW(USER_HEADS, QK_CLIP, "it has other logits"),
     _ROW(DIFFERENT_HEADS, QK_CLIP, "it measures as many heads in each layer"),
     _ROW(BEFORE_STAGES, QK_CLIP, "layers before the stages are not clipped"),
@@ -285,13 +281,10 @@ TABLE: tuple[Incompatible, ...] = (
     _ROW(LORA, ZERO_BUBBLE, "frozen weights have no gradients to postpone"),
     _ROW(RECURRENT, ZERO_BUBBLE, "the backward of attention layers alone is split"),
     # Attention and precision
-    _ROW(SINKS, OTHER_ATTENTION, "they are a term of the softmax"),
     _ROW(SINKS, USER_HEADS, "they are a term of the softmax"),
-    _ROW(SOFTCAP, OTHER_ATTENTION, "it caps scores of the softmax"),
     _ROW(SOFTCAP, USER_HEADS, "it caps scores of the softmax"),
-    _ROW(RING, OTHER_ATTENTION, "its function gets all keys"),
     _ROW(RING, USER_HEADS, "its function gets all keys"),
-    _ROW(unequal(BACKEND, "auto", "reference"), OTHER_ATTENTION, "kernels compute the softmax"),
+    _ROW(unequal(BACKEND, "auto", "reference"), USER_HEADS, "kernels compute the softmax"),
     _ROW(SOFTCAP, equal(BACKEND, "cudnn", "pallas_hopper"), "it cannot cap scores"),
     _ROW(_KERNELS, equal("compute.dtype", "float32", better="bfloat16"), "kernels have 16 bits"),
     _ROW(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.components.attention import Attention
-from jaxpar.config import Config, Model, registry
+from jaxpar.config import Config, ConfigError, Model
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named
 from jaxpar.kernels.attention import AttentionMask, attention
@@ -50,10 +50,24 @@ def heads(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Sh
 
 
 def function_of(a: Attention) -> Callable[..., jax.Array] | None:
-    """Return another function of queries and keys, of a user's class or registered; else None."""
-    if type(a).heads is not Attention.heads:
-        return a.heads
-    return registry.function("model.attention", a.function)
+    """Return the method `heads` of a subclass of `Attention`, which checks its result; else None.
+
+    Raises:   ConfigError when the function is called, for a result of another shape or dtype.
+    """
+    if not a.has_own_heads:
+        return None
+
+    def heads(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any) -> jax.Array:
+        out = a.heads(q, k, v, mask)
+        found = getattr(out, "shape", None), getattr(out, "dtype", None)
+        if found != (q.shape, q.dtype):
+            shown = f"{found[1]} {found[0]}" if found[1] else type(out).__name__
+            rule = f"returns {shown} in place of an array as its queries"
+            fix = f"return {q.dtype} {q.shape}"
+            raise ConfigError(f"{type(a).__name__}.heads", type(a).__name__, rule, fix)
+        return out
+
+    return heads
 
 
 @jax.named_scope("output_gate")

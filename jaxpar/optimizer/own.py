@@ -3,9 +3,8 @@
 Imports no JAX: config files import it.
 """
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from jaxpar.config.registry import Needs
 from jaxpar.config.values import Value
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ class UpdateRule(Value):
 
     kind: ClassVar[str] = "UpdateRule"
 
-    needs: ClassVar[Needs] = "elements"
+    needs: ClassVar[Literal["elements", "matrices"]] = "elements"
     """"matrices": it gets complete matrices, by `Matrices.map` (optimizer/matrices.py)."""
 
     def __call__(

@@ -12,10 +12,11 @@ from typing import Any, Literal
 import jax
 import optax
 
-from jaxpar.config import OptimizerConfig, registry
+from jaxpar.config import ConfigError, OptimizerConfig
 from jaxpar.optimizer.adafactor import adafactor
 from jaxpar.optimizer.matrices import Matrices
 from jaxpar.optimizer.muon import muon
+from jaxpar.optimizer.own import UpdateRule
 from jaxpar.optimizer.rate_table import schedule_of
 from jaxpar.optimizer.schedules import learning_rate
 from jaxpar.optimizer.widths import of_widths, scale_by_adam
@@ -49,12 +50,21 @@ class Rule:
 
 
 def rule_of(name: Any) -> Rule:
-    """Return the rule of `optimizer.name`: built in, registered, or a user's value.
+    """Return the rule of `optimizer.name`: that of a name, or a user's value.
 
-    Raises:   ConfigError if there is none.
+    Raises:   ConfigError when the rule is made, for a result that is no transformation.
     """
-    added = registry.function("optimizer.name", name)
-    return RULES[name] if added is None else Rule(added, registry.needs(name))
+    if not isinstance(name, UpdateRule):
+        return RULES[name]
+
+    def make(*args: Any) -> Transformation:
+        made = name(*args)
+        if not all(callable(getattr(made, part, None)) for part in ("init", "update")):
+            rule = f"returns {type(made).__name__} instead of an optax.GradientTransformation"
+            raise ConfigError("optimizer.name", type(name).__name__, rule, "return that")
+        return made
+
+    return Rule(make, name.needs)
 
 
 def make_optimizer(

@@ -9,7 +9,7 @@ import typing
 from typing import Any, Literal
 
 from jaxpar.components.model import Layer
-from jaxpar.config import Config, ConfigError, default_of, flag, registry
+from jaxpar.config import Config, ConfigError, default_of, flag
 from jaxpar.config.fields import field_types, section_of
 from jaxpar.config.layers import check_layers
 from jaxpar.config.numerals import number
@@ -31,8 +31,8 @@ def _check_types(node: Any, prefix: str) -> None:
         if Layer in typing.get_args(hint):
             check_layers(value)
             continue
-        if not fits(value, hint) and value not in registry.names(path):
-            rule = f"must be {describe(hint)}{_or_added(path)}"
+        if not fits(value, hint):
+            rule = f"must be {describe(hint)}"
             raise ConfigError(path, value, rule, f"use {_example(path, value, hint)}")
         if dataclasses.is_dataclass(value):
             _check_types(value, path + ".")
@@ -61,14 +61,6 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
-
-
-def _or_added(path: str) -> str:
-    """Return the end of the rule for a field that accepts registered functions."""
-    if path not in registry.fields():
-        return ""
-    there = ", ".join(registry.names(path)) or "none yet"
-    return f", or registered with jaxpar.config.registry ({there})"
 
 
 def describe(hint: Any) -> str:

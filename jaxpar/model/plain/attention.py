@@ -9,7 +9,6 @@ from jaxpar.components.attention import Attention
 from jaxpar.components.latent_attention import LatentAttention
 from jaxpar.components.model import Model
 from jaxpar.components.rope import Rope
-from jaxpar.config import registry
 from jaxpar.kernels.attention import AttentionMask
 from jaxpar.model.plain import rope as plain_rope
 from jaxpar.model.plain.operations import Weights, norm, softcapped, times, unit_rms
@@ -108,8 +107,7 @@ def _attend(
     """Attend to the keys of a document, at most `window` back and within a chunk."""
     function, cap = None, None
     if isinstance(a, Attention):
-        own = type(a).heads is not Attention.heads
-        function = a.heads if own else registry.function("model.attention", a.function)
+        function = a.heads if a.has_own_heads else None
         cap = a.softcap
     if function:
         if a.chunk is not None:
