@@ -132,7 +132,6 @@ def test_pairs_of_chunks():
             EXPERTS | {"model.*.feed_forward.experts_per_token": 2},
             "router.scales_input = True: needs .* 1, not 2",
         ),
-        (BETWEEN | {"run.record_routing": "1"}, "is not supported with run.record"),
     ],
 )
 def test_what_cannot_be(values, said):

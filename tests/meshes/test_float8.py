@@ -254,7 +254,7 @@ def test_the_loss_curve_is_that_of_float32(scaling, devices):
 # ------------------------------------------------------------------------------ configuration
 
 D_FF, MIXER = "model.layers.feed_forward.d_ff", "model.layers.mixer"
-KV_HEADS = f"{MIXER}.num_kv_heads"
+HEADS = f"{MIXER}.num_heads"
 
 
 @pytest.mark.parametrize(
@@ -272,9 +272,9 @@ KV_HEADS = f"{MIXER}.num_kv_heads"
         ),
         ({"parallel.gather_dtype": "float8", "parallel.zero": 1}, "parallel.gather_dtype", 2),
         ({"model.d_model": 72}, "model.d_model", 1),
-        ({D_FF: 104}, D_FF, 1),
-        ({D_FF: 96, "parallel.tensor": 4}, D_FF, 1),
-        (dict.fromkeys([f"{MIXER}.num_heads", KV_HEADS], 3), KV_HEADS, 1),
+        ({D_FF: 104}, D_FF, 2),
+        ({D_FF: 96, "parallel.tensor": 4}, D_FF, 2),
+        ({HEADS: 3, f"{MIXER}.num_kv_heads": 3}, HEADS, 1),
         ({"data.seq_len": 24}, "data.seq_len", 1),
         ({"data.seq_len": 48, "parallel.tensor": 2}, "data.seq_len", 1),
     ],
@@ -298,9 +298,7 @@ def test_text_is_sampled_in_the_compute_dtype():
 
 # ---------------------------------------------------------------------------------- memory
 
-DEEP = replace(
-    BASE, **{"model.num_layers": 128, "model.d_model": 32, f"{MIXER}.num_heads": 4, D_FF: 64}
-)
+DEEP = replace(BASE, **{"model.num_layers": 128, "model.d_model": 32, HEADS: 4, D_FF: 64})
 
 D, H, G, K, F = 32, 4, 4, 8, 64
 

@@ -88,9 +88,9 @@ def test_gradients_are_near_those_of_float32(kind, scaling):
 @pytest.mark.parametrize(
     ("kind", "changed", "message"),
     [
-        ("delta_net", {"num_key_heads": 4, "num_value_heads": 4}, "key_heads = 4: XX"),
-        ("kimi_delta", {"num_heads": 1}, "num_heads = 1: XX"),
-        ("mamba", {"num_heads": 6}, "XX"),
+        ("delta_net", {"num_key_heads": 4, "num_value_heads": 4}, "key_heads = 4: makes 104 of"),
+        ("kimi_delta", {"num_heads": 1}, "num_heads = 1: makes 8 of .*num-heads 2"),
+        ("mamba", {"num_heads": 6}, "num_heads = 6: makes 24 of mamba_out"),
     ],
 )
 def test_sides_of_matrices_are_multiples_of_16(kind, changed, message):

@@ -115,7 +115,6 @@ def test_gradients(mesh, values, devices):
             GPT3 | {"model.max_positions": 33, "parallel.tensor": 2},
             r"max_positions = 33: must be divisible by parallel\.tensor = 2",
         ),
-        (HYBRID | LAYER_NORM, r"norm = 'layer': is not supported with layers of several kinds"),
         ({"model.max_positions": -1}, r"max_positions = -1: must not be negative"),
     ],
 )
