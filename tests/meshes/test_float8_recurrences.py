@@ -39,13 +39,10 @@ MIXERS = {
     "kimi_delta": KimiDeltaAttention(num_heads=8, **_DELTA),
     "mamba": Mamba2(num_heads=32, num_groups=2, head_dim=4, state_size=8, **_ALIKE),
 }
-
-
-def kind(mixer) -> dict:
-    return {"model__norm_eps": 0.1, "model__layers": [Layer("recurrent", mixer, Glu(96)), LAYER]}
-
-
-KINDS = {name: kind(mixer) for name, mixer in MIXERS.items()}
+KINDS = {
+    name: {"model__norm_eps": 0.1, "model__layers": [Layer("recurrent", mixer, Glu(96)), LAYER]}
+    for name, mixer in MIXERS.items()
+}
 
 MESHES = """
 tensor=2

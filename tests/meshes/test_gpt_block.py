@@ -40,11 +40,12 @@ ONE_NORM = {"model.layers.parallel": "one_norm"}
 NEOX = BIASES | LAYER_NORM | PARALLEL_LLAMA
 NEOX |= {FEED_FORWARD: Mlp(24, "gelu_exact", bias=True), f"{ROPE}.fraction": 0.5}
 GPT_J = NEOX | dict.fromkeys(BIASES, False) | ONE_NORM
-RELU = {FEED_FORWARD: Mlp(24, "relu_squared")}
+RELU_MLP = Mlp(24, "relu_squared")
+RELU = {FEED_FORWARD: RELU_MLP}
 DELTA_NET = GatedDeltaNet(num_key_heads=4, num_value_heads=8, key_head_dim=32, value_head_dim=32)
-DELTA = Layer("delta_layers", DELTA_NET, RELU[FEED_FORWARD])
-HYBRID = {"model.layers": [DELTA, Layer("layers", ATTENTION, RELU[FEED_FORWARD])] * 2}
-OF_RELU = dataclasses.replace(EXPERTS, expert=RELU[FEED_FORWARD])
+DELTA = Layer("delta_layers", DELTA_NET, RELU_MLP)
+HYBRID = {"model.layers": [DELTA, Layer("layers", ATTENTION, RELU_MLP)] * 2}
+OF_RELU = dataclasses.replace(EXPERTS, expert=RELU_MLP)
 STAGES = {"model.num_layers": 4, "parallel.layer_loop": "unroll"}
 
 CASES = [
