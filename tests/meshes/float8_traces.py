@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from jaxpar.config import Config, replace
+from jaxpar.config import Attention, Config, Glu, Layer, Model, replace
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.step.state import init_state
@@ -13,17 +13,13 @@ from jaxpar.verification import small_config, traces
 from jaxpar.verification.meshes import parse_meshes
 from tests import weights
 
+ATTENTION = Attention(num_heads=8, num_kv_heads=4, head_dim=8)
+LAYER = Layer("layers", ATTENTION, Glu(96))
+
 BASE = replace(
     small_config.float32(Config()),
     **{
-        "model.num_layers": 2,
-        "model.d_model": 64,
-        "model.num_heads": 8,
-        "model.num_kv_heads": 4,
-        "model.head_dim": 8,
-        "model.d_ff": 96,
-        "model.vocab_size": 64,
-        "model.init_std": 0.05,
+        "model": Model(d_model=64, vocab_size=64, layers=[LAYER] * 2, init_std=0.05),
         "compute.matmul_dtype": "float8",
         "data.seq_len": 64,
         "train.global_batch_size": 8,
@@ -61,7 +57,6 @@ def relative_errors(found: traces.Arrays, wanted: traces.Arrays) -> dict[str, fl
 def loss_curve(devices, steps: int = 300, **changes) -> list[float]:
     """The losses of training on `learnable_batch` on one device."""
     fields = {
-        "model__num_layers": 2,
         "data__document_mask": False,
         "train__num_steps": steps,
         "optimizer__learning_rate": 3e-3,

@@ -1,5 +1,6 @@
 """Attention within chunks, as in Llama 4: the plain model on every mesh, and the mask."""
 
+import dataclasses
 import functools
 import math
 
@@ -7,8 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.config import Config, ConfigError, replace
-from jaxpar.config.layout.composition import model_of
+from jaxpar.config import (
+    Config,
+    ConfigError,
+    Experts,
+    Glu,
+    Layer,
+    QkNorm,
+    QueryGrowth,
+    Router,
+    replace,
+)
 from jaxpar.config.validate import check, resolve
 from jaxpar.kernels.attention.mask import dense_mask
 from jaxpar.model.attention_context import attention_context
@@ -17,40 +27,37 @@ from jaxpar.verification import distances, traces
 from jaxpar.verification.meshes import parse_meshes
 from tests import weights
 from tests.slow import slow
-from tests.tiny import TINY
+from tests.tiny import ATTENTION, GLU, TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 TOLERANCE = 1e-5
 
-BASE = replace(
-    TINY,
-    **{
-        "model.attention_chunk": 5,
-        "model.global_every": 2,
-        "model.nope_every": 2,
-        "model.nope_query_beta": 0.3,
-        "model.nope_query_span": 4,
-        "model.qk_norm": True,
-        "model.qk_norm_gain": False,
-        "parallel.layer_loop": "unroll",
-    },
+CHUNKED = dataclasses.replace(ATTENTION, chunk=5, qk_norm=QkNorm(gain=False))
+GLOBAL = dataclasses.replace(CHUNKED, chunk=None, rope=None, growth=QueryGrowth(beta=0.3, span=4))
+
+OF_EXPERTS = Experts(
+    expert=GLU,
+    num_experts=4,
+    experts_per_token=1,
+    router=Router(score="sigmoid", normalize=False, scales_input=True),
+    num_shared_experts=1,
 )
-EXPERTS = {
-    "model.num_experts": 4,
-    "model.experts_per_token": 1,
-    "model.normalize_experts": False,
-    "model.num_shared_experts": 1,
-    "model.router_score": "sigmoid",
-    "model.router_scales_input": True,
-    "train.balance_loss": 1e-2,
-}
-ALL_CHUNKS = {"model.global_every": 0, "model.nope_every": 0, "model.nope_query_beta": 0.0}
-ALL_CHUNKS |= {"model.nope_query_span": 8192, "parallel.layer_loop": "scan"}
+
+
+def in_turn(feed_forward) -> list[Layer]:
+    """A layer of each kind."""
+    return [Layer("layers", CHUNKED, feed_forward), Layer("global_layers", GLOBAL, feed_forward)]
+
+
+BASE = replace(TINY, **{"model.layers": in_turn(GLU), "parallel.layer_loop": "unroll"})
+EXPERTS = {"model.layers": in_turn(OF_EXPERTS), "train.balance_loss": 1e-2}
+ALL_CHUNKS = {"model.layers": in_turn(GLU)[:1] * 2, "parallel.layer_loop": "scan"}
 
 #: Dense layers between layers with experts.
-BETWEEN = EXPERTS | {"model.moe_every": 2, "model.dense_layers": 2, "model.num_layers": 4}
-BETWEEN |= {"model.dense_d_ff": 16, "model.global_every": 4, "model.nope_every": 4}
+DENSE = Layer("dense_layers", CHUNKED, Glu(16))
+LOCAL, WIDE = in_turn(OF_EXPERTS)
+BETWEEN = EXPERTS | {"model.layers": [DENSE, LOCAL, DENSE, WIDE]}
 
 CASES = [
     ("sequence=2,tensor=2,context=ulysses", {}),
@@ -89,7 +96,7 @@ def test_segments_are_chunks_numbered_from_one(documents):
     batch, at_most = traces.random_batch(cfg, 0), 6
     assert batch.segment_ids.max() <= at_most or not documents
     context = attention_context(batch, cfg, at_most)
-    mask, C = context.each[0].mask, cfg.model.attention_chunk
+    mask, C = context.each[0].mask, CHUNKED.chunk
     place, of = np.asarray(batch.positions), np.asarray(batch.segment_ids)
     same = place[:, :, None] // C == place[:, None, :] // C
     seen = same & (place[:, :, None] >= place[:, None, :])
@@ -105,33 +112,26 @@ def test_segments_are_chunks_numbered_from_one(documents):
 
 def test_pairs_of_chunks():
     """The planner's count, of chunks that divide a sequence, without the diagonal's halves."""
-    cfg = replace(BASE, **ALL_CHUNKS, **{"data.seq_len": 40, "model.attention_chunk": 8})
     rows = jnp.arange(40)
     pairs = int(jnp.sum((rows[:, None] // 8 == rows // 8) & (rows[:, None] >= rows)))
-    mixer = model_of(cfg.model).layers[0].mixer
-    assert mixer is not None and mixer.num_pairs(40) == pairs - 40 / 2
+    assert dataclasses.replace(CHUNKED, chunk=8).num_pairs(40) == pairs - 40 / 2
 
 
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"model.attention_chunk": 1}, "attention_chunk = 1: must be at least 2"),
-        ({"model.sliding_window": 4}, "replaces a sliding window, but .* is 4"),
-        ({"model.attention_chunk": None}, "global_every = 2: needs a sliding window or chunks"),
-        ({"model.qk_norm": False}, "qk_norm_gain = False: needs model.qk_norm True, not False"),
-        ({"model.qk_norm_over": "all"}, "needs model.qk_norm_over head, not all"),
-        ({"model.nope_every": 0}, "nope_query_beta = 0.3: needs model.nope_every"),
-        ({"model.nope_query_beta": -0.1}, "must not be negative"),
-        ({"model.nope_query_beta": 0.0}, "nope_query_span = 4: needs model.nope_query_beta"),
-        (EXPERTS | {"model.experts_per_token": 2}, "router_scales_input = True: needs .* 1, not 2"),
-        (BETWEEN | {"model.dense_layers": 1}, "dense_layers = 1: must be 2, the layers without"),
-        (BETWEEN | {"model.moe_every": 8}, "leaves no layer with experts of model.num_layers = 4"),
+        ({"model.layers.mixer.chunk": 1}, "layers.mixer.chunk = 1: must be at least 2"),
+        ({"model.layers.mixer.window": 4}, "replaces a sliding window, but .* is 4"),
+        ({"model.*.mixer.qk_norm.over": "all"}, "over = 'all': needs a gain"),
+        ({"model.global_layers.mixer.growth.span": 0}, "growth.span = 0: must be at least 1"),
         (
-            BETWEEN | {"run.record_routing": "1"},
-            "moe_every = 2: is not supported with run.record",
+            {"model.layers.mixer.growth": QueryGrowth(beta=0.3)},
+            "is for layers without a rotary embedding",
         ),
-        ({"model.moe_every": 2}, "moe_every = 2: needs experts, but model.num_experts is 0"),
-        ({"model.router_scales_input": True}, "needs experts, but model.num_experts is 0"),
+        (
+            EXPERTS | {"model.*.feed_forward.experts_per_token": 2},
+            "router.scales_input = True: needs .* 1, not 2",
+        ),
     ],
 )
 def test_what_cannot_be(values, said):

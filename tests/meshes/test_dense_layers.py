@@ -1,10 +1,12 @@
 """First layers without experts: the same loss, gradients and steps on every mesh as the plain
 model's."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
-from jaxpar.config import replace
+from jaxpar.config import Config, Glu, Layer, replace
 from jaxpar.config.validate import resolve
 from jaxpar.inference.generation import (
     config_for_sampling,
@@ -19,15 +21,20 @@ from jaxpar.sharding.mesh import make_mesh
 from tests import weights
 from tests.meshes.test_experts import BASE, DEEPSEEK, compare
 from tests.slow import slow
+from tests.tiny import ATTENTION
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-DENSE = {
-    "model.num_layers": 3,
-    "model.dense_layers": 1,
-    "model.dense_d_ff": 20,
-    "parallel.layer_loop": "unroll",
-}
+DENSE = Layer("dense_layers", ATTENTION, Glu(20))
+
+
+def after(dense: list[Layer], cfg: Config) -> Config:
+    """The config with dense layers before its own."""
+    layers = [*dense, *cfg.model.layers]
+    return replace(cfg, **{"model.layers": layers, "parallel.layer_loop": "unroll"})
+
+
+AFTER_ONE = after([DENSE], BASE)
 
 MESHES = """
 data=2,tensor=2,layer_loop=unroll
@@ -50,19 +57,13 @@ pipeline=2,num_microbatches=4,schedule=zero_bubble,zero=1,layer_loop=unroll
 """.split()
 
 #: Two dense layers, then four others. With larger weights, rounding grows with depth on every mesh.
-STAGES = {
-    "model.num_layers": 6,
-    "model.dense_layers": 2,
-    "model.dense_d_ff": 20,
-    "model.init_std": 0.1,
-    "parallel.layer_loop": "unroll",
-}
+STAGES = after([DENSE] * 2, replace(DEEPSEEK, **{"model.num_layers": 4, "model.init_std": 0.1}))
 
 
 @pytest.mark.slow  # quicker: test_kimi_linear has such layers
 @pytest.mark.parametrize("mesh", MESHES)
 def test_gradients(mesh, devices):
-    assert not compare(mesh, replace(DEEPSEEK, **DENSE), devices).mismatches()
+    assert not compare(mesh, after([DENSE], DEEPSEEK), devices).mismatches()
 
 
 @pytest.mark.slow
@@ -76,18 +77,23 @@ pipeline=3,num_microbatches=4,data=2,zero=1,layers_per_stage=2,1,1,layer_loop=un
 """.split(),
 )
 def test_gradients_before_several_stages(mesh, devices):
-    assert not compare(mesh, replace(DEEPSEEK, **STAGES), devices).mismatches()
+    assert not compare(mesh, STAGES, devices).mismatches()
+
+
+WINDOW = dataclasses.replace(ATTENTION, window=5)
+WIDE = BASE.model.layers[0]
+LOCAL = dataclasses.replace(WIDE, name="local_layers", mixer=WINDOW)
 
 
 @pytest.mark.parametrize(
-    "fields",
+    "layers",
     [
-        slow({"model.dense_d_ff": None, "model.dense_layers": 2}),
-        slow({"model.global_every": 2, "model.sliding_window": 5, "model.num_layers": 4}),
+        slow([Layer("dense_layers", ATTENTION, Glu(12))] * 2 + [WIDE]),
+        slow([dataclasses.replace(DENSE, mixer=WINDOW), WIDE, LOCAL, WIDE]),
     ],
 )
-def test_gradients_of_other_layers(fields, devices):
-    cfg = replace(BASE, **DENSE | fields)
+def test_gradients_of_other_layers(layers, devices):
+    cfg = replace(AFTER_ONE, **{"model.layers": layers})
     assert not compare("data=2,tensor=2,layer_loop=unroll", cfg, devices).mismatches()
 
 
@@ -97,13 +103,13 @@ def test_gradients_of_other_layers(fields, devices):
     ["data=2,tensor=2,layer_loop=unroll", "pipeline=2,num_microbatches=2,data=2,layer_loop=unroll"],
 )
 def test_steps_with_a_bias(mesh, devices):
-    found = compare(mesh, replace(DEEPSEEK, **DENSE), devices, 5)
+    found = compare(mesh, after([DENSE], DEEPSEEK), devices, 5)
     assert found.update is not None and not found.mismatches()
 
 
 def test_generation_takes_the_tokens_of_the_whole_sequence(devices):
     """By a cache, and by the complete text at once."""
-    cfg = resolve(config_for_sampling(replace(BASE, **DENSE, **{"parallel.data": 1})), 1)
+    cfg = resolve(config_for_sampling(replace(AFTER_ONE, **{"parallel.data": 1})), 1)
     mesh = make_mesh(cfg.parallel, devices[:1])
     params = weights.init_params(param_specs(cfg.model), cfg, mesh)
     prompt, size = [3, 1, 4, 1, 5], {"max_tokens": 4, "vocab_size": cfg.model.vocab_size}
@@ -119,12 +125,9 @@ def test_generation_takes_the_tokens_of_the_whole_sequence(devices):
 
 
 def test_only_layers_with_experts_leave_experts_out_of_the_flops():
-    m = replace(BASE, **DENSE).model
-    of_layers = flops.num_matmul_params(m) - flops.num_matmul_params(
-        replace(BASE, **DENSE | {"model.num_layers": 2}).model
-    )
-    one = flops.num_params(m) - flops.num_params(
-        replace(BASE, **DENSE | {"model.num_layers": 2}).model
-    )
-    unused = (m.num_experts - m.experts_per_token) * 3 * m.d_model * m.d_ff
+    m, of = AFTER_ONE.model, WIDE.feed_forward
+    fewer = replace(AFTER_ONE, **{"model.num_layers": 2}).model
+    of_layers = flops.num_matmul_params(m) - flops.num_matmul_params(fewer)
+    one = flops.num_params(m) - flops.num_params(fewer)
+    unused = (of.num_experts - of.experts_per_token) * 3 * m.d_model * of.expert.d_ff
     assert of_layers == one - unused

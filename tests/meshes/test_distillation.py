@@ -32,6 +32,7 @@ BASE = replace(TINY, **{"distill.teacher": "runs/teacher", "distill.top_k": 5})
 
 HOT = {"distill.temperature": 2.0, "distill.weight": 0.9, "model.logits_softcap": 5.0}
 WHOLE = {"distill.top_k": 48, "distill.weight": 1.0, "model.tie_embeddings": True}
+OF_FOUR_HEADS = {"distill.top_k": 20, "model.layers.mixer.num_kv_heads": 4}
 
 CASES = [
     ("sequence=2,tensor=2,loss_chunks=3", HOT),
@@ -39,7 +40,10 @@ CASES = [
     slow("data=1", {}),
     slow("data=1", WHOLE),
     slow("data=2,tensor=2,loss_chunks=5", WHOLE),
-    slow("sequence=2,tensor=4,context=ring", {"distill.top_k": 20, "model.num_kv_heads": 4}),
+    slow(
+        "sequence=2,tensor=4,context=ring",
+        OF_FOUR_HEADS,
+    ),
     slow("data=2,num_microbatches=2,zero=2,layer_loop=unroll", HOT),
     slow("pipeline=2,num_microbatches=4,zero=1,schedule=zero_bubble,layer_loop=unroll", {}),
     slow("replica=2,data=2,num_microbatches=2,zero=1,layer_loop=unroll", {"lora.rank": 2}),

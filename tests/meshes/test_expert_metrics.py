@@ -18,13 +18,13 @@ from jaxpar.step.train_step import make_train_step
 from jaxpar.verification import traces
 from jaxpar.verification.meshes import parse_meshes
 from tests import weights
+from tests.meshes.test_experts import BASE as OF_TWO_LAYERS
 from tests.slow import slow, slow_but
-from tests.tiny import TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 #: Three layers, so that stages have unequal numbers of them.
-BASE = replace(TINY, **{"model.d_ff": 12, "model.num_experts": 4, "model.num_layers": 3})
+BASE = replace(OF_TWO_LAYERS, **{"model.num_layers": 3})
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxpar.config import replace
-from tests.meshes.test_experts import BASE, DEEPSEEK, compare
+from tests.meshes.test_experts import BASE, DEEPSEEK, THREE_EACH, compare
 from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -78,6 +78,5 @@ def test_steps(mesh, devices):
 
 @pytest.mark.slow
 def test_gradients_of_three_experts_each_without_normalization(devices):
-    other = {"model.normalize_experts": False, "model.experts_per_token": 3}
     ours = {"parallel.expert_dispatch": "rows", "parallel.expert_slack": 0.5}
-    assert not compare("expert=4", replace(BASE, **other | ours), devices).mismatches()
+    assert not compare("expert=4", replace(BASE, **THREE_EACH | ours), devices).mismatches()

@@ -1,58 +1,72 @@
 """Mixtures of experts: the same loss, gradients and steps on every mesh as the plain model's."""
 
+import dataclasses
 import functools
 import math
 
 import numpy as np
 import pytest
 
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import (
+    ClampedSwiglu,
+    Config,
+    ConfigError,
+    Experts,
+    Glu,
+    Layer,
+    Mlp,
+    Router,
+    replace,
+)
 from jaxpar.config.validate import check, resolve
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.verification import distances, small_config, traces
 from jaxpar.verification.meshes import parse_meshes, resolve_meshes
 from tests import weights
 from tests.slow import slow
-from tests.tiny import TINY
+from tests.tiny import ATTENTION, EXPERTS, TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 TOLERANCE = 1e-5
 
-BASE = replace(TINY, **{"model.d_ff": 12, "model.num_experts": 4})
+FEED_FORWARD = "model.layers.feed_forward"
+
+BASE = replace(TINY, **{FEED_FORWARD: EXPERTS, f"{FEED_FORWARD}.expert.d_ff": 12})
 
 #: Every option of a router, as DeepSeek-V3 has them, with losses that count.
+OF_DEEPSEEK = Experts(
+    expert=Glu(12),
+    num_experts=8,
+    experts_per_token=2,
+    router=Router(score="sigmoid", balancing_bias=True, groups=4, groups_per_token=2, scale=2.5),
+    num_shared_experts=2,
+)
 DEEPSEEK = replace(
-    BASE,
+    TINY,
     **{
-        "model.num_experts": 8,
-        "model.num_shared_experts": 2,
-        "model.router_score": "sigmoid",
-        "model.router_bias": True,
-        "model.router_groups": 4,
-        "model.router_groups_per_token": 2,
-        "model.router_scale": 2.5,
+        FEED_FORWARD: OF_DEEPSEEK,
         "train.balance_loss": 0.3,
         "train.router_z_loss": 0.1,
         "train.router_bias_rate": 0.01,
     },
 )
 
-CLAMPED = {"model.activation": "clamped_swiglu"}
+CLAMPED = ClampedSwiglu(limit=0.5)
 
 #: gpt-oss's experts. Many values of this small model are beyond the limit.
 GPT_OSS = replace(
     BASE,
-    **CLAMPED,
     **{
-        "model.swiglu_limit": 0.5,
-        "model.expert_bias": True,
-        "model.router_linear_bias": True,
+        f"{FEED_FORWARD}.expert": Glu(12, CLAMPED, bias=True),
+        f"{FEED_FORWARD}.router.linear_bias": True,
         "model.init_std": 0.3,
         "train.balance_loss": 0.3,
         "parallel.expert_slack": 0.5,
     },
 )
+
+THREE_EACH = {f"{FEED_FORWARD}.router.normalize": False, f"{FEED_FORWARD}.experts_per_token": 3}
 
 OVER_BATCH = replace(BASE, **{"train.balance_loss": 0.3, "train.balance_over": "batch"})
 
@@ -173,7 +187,7 @@ def test_gradients_with_biases_and_clamps(mesh, devices):
 
 
 #: Experts of two matrices, a shared one among them.
-WITHOUT_GATE = {"model.mlp_gate": False, "model.activation": "gelu"}
+WITHOUT_GATE = {f"{FEED_FORWARD}.expert": Mlp(12, "gelu")}
 
 
 @pytest.mark.slow
@@ -195,8 +209,10 @@ def test_gradients_without_a_gate(mesh, devices):
 )
 @pytest.mark.usefixtures("drawn_biases")
 def test_gradients_with_clamps_in_dense_layers_and_shared_experts(mesh, devices):
-    others = {"model.dense_layers": 1, "model.num_shared_experts": 1, "model.dense_d_ff": 16}
-    assert not compare(mesh, replace(GPT_OSS, **others), devices).mismatches()
+    (layer, _), dense = GPT_OSS.model.layers, Layer("dense_layers", ATTENTION, Glu(16, CLAMPED))
+    shared = dataclasses.replace(layer.feed_forward, num_shared_experts=1)
+    layers = [dense, dataclasses.replace(layer, feed_forward=shared)]
+    assert not compare(mesh, replace(GPT_OSS, **{"model.layers": layers}), devices).mismatches()
 
 
 @pytest.mark.slow
@@ -243,8 +259,7 @@ def test_steps_with_every_router_option(mesh, devices):
 
 @pytest.mark.slow
 def test_gradients_without_normalization(devices):
-    other = {"model.normalize_experts": False, "model.experts_per_token": 3, "model.num_layers": 1}
-    found = compare("tensor=2", replace(BASE, **other), devices)
+    found = compare("tensor=2", replace(BASE, **THREE_EACH, **{"model.num_layers": 1}), devices)
     assert not found.mismatches()
 
 
@@ -255,13 +270,16 @@ def test_three_steps(devices):
 
 
 def test_shrinking_keeps_the_experts():
-    small = small_config.shrink(replace(BASE, **{"model.num_experts": 128}), [BASE.parallel])
-    assert (small.model.num_experts, small.model.experts_per_token) == (8, 2)
-    groups = {"model.router_groups": 8, "model.router_groups_per_token": 4}
-    of_256 = {"model.num_experts": 256, "model.experts_per_token": 8} | groups
-    small = small_config.shrink(replace(BASE, **of_256), [BASE.parallel])
-    assert (small.model.num_experts, small.model.experts_per_token) == (16, 4)
-    check(small)
+    def shrunk(experts: Experts) -> tuple[int, int]:
+        small = small_config.shrink(replace(BASE, **{FEED_FORWARD: experts}), [BASE.parallel])
+        check(small)
+        found = small.model.layers[0].feed_forward
+        return found.num_experts, found.experts_per_token
+
+    assert shrunk(dataclasses.replace(EXPERTS, num_experts=128)) == (8, 2)
+    router = Router(groups=8, groups_per_token=4)
+    of_256 = Experts(expert=Glu(12), num_experts=256, experts_per_token=8, router=router)
+    assert shrunk(of_256) == (16, 4)
 
 
 def test_verify_refuses_a_loss_that_depends_on_microbatches():

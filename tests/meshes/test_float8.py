@@ -214,7 +214,7 @@ def test_the_layers_weights_travel_in_8_bits(devices):
     texts = {}
     for dtype in ("compute", "float8"):
         item = f"data=2,gather_dtype={dtype},layer_loop=unroll"
-        cfg, mesh = on_mesh(item, devices, model__num_layers=2)
+        cfg, mesh = on_mesh(item, devices)
         lines = lowered_step(cfg, mesh).splitlines()
         texts[dtype] = [line for line in lines if "all_gather" in line]
     eight = {dtype: sum("f8E4M3FN" in line for line in lines) for dtype, lines in texts.items()}
@@ -253,6 +253,9 @@ def test_the_loss_curve_is_that_of_float32(scaling, devices):
 
 # ------------------------------------------------------------------------------ configuration
 
+D_FF, MIXER = "model.layers.feed_forward.d_ff", "model.layers.mixer"
+HEADS = f"{MIXER}.num_heads"
+
 
 @pytest.mark.parametrize(
     ("fields", "path", "fixes"),
@@ -269,9 +272,9 @@ def test_the_loss_curve_is_that_of_float32(scaling, devices):
         ),
         ({"parallel.gather_dtype": "float8", "parallel.zero": 1}, "parallel.gather_dtype", 2),
         ({"model.d_model": 72}, "model.d_model", 1),
-        ({"model.d_ff": 104}, "model.d_ff", 1),
-        ({"model.d_ff": 96, "parallel.tensor": 4}, "model.d_ff", 1),
-        ({"model.num_heads": 3, "model.num_kv_heads": 3}, "model.num_kv_heads", 1),
+        ({D_FF: 104}, D_FF, 2),
+        ({D_FF: 96, "parallel.tensor": 4}, D_FF, 2),
+        ({HEADS: 3, f"{MIXER}.num_kv_heads": 3}, HEADS, 1),
         ({"data.seq_len": 24}, "data.seq_len", 1),
         ({"data.seq_len": 48, "parallel.tensor": 2}, "data.seq_len", 1),
     ],
@@ -284,7 +287,7 @@ def test_what_cannot_work_is_refused_with_a_fix(fields, path, fixes):
 
 
 def test_sides_need_not_be_multiples_of_16_without_float8():
-    resolve(replace(BASE, **{"compute.matmul_dtype": "compute", "model.d_ff": 104}), 1)
+    resolve(replace(BASE, **{"compute.matmul_dtype": "compute", D_FF: 104}), 1)
 
 
 def test_text_is_sampled_in_the_compute_dtype():
@@ -295,9 +298,7 @@ def test_text_is_sampled_in_the_compute_dtype():
 
 # ---------------------------------------------------------------------------------- memory
 
-DEEP = replace(
-    BASE, **{"model.num_layers": 128, "model.d_model": 32, "model.num_heads": 4, "model.d_ff": 64}
-)
+DEEP = replace(BASE, **{"model.num_layers": 128, "model.d_model": 32, HEADS: 4, D_FF: 64})
 
 D, H, G, K, F = 32, 4, 4, 8, 64
 
@@ -321,6 +322,6 @@ def test_inputs_of_matmuls_are_saved_in_8_bits(devices):
         lowered = make_gradient_step(cfg, mesh).lower(params, batch)
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
-    tokens_and_layers = DEEP.train.global_batch_size * DEEP.data.seq_len * DEEP.model.num_layers
+    tokens_and_layers = DEEP.train.global_batch_size * DEEP.data.seq_len * len(DEEP.model.layers)
     found = (temporary_bytes("none") - temporary_bytes("full")) / tokens_and_layers
     assert found == pytest.approx(sum(SAVED.values()), rel=0.02)

@@ -5,6 +5,7 @@ import functools
 import jax
 import pytest
 
+from jaxpar.config import ClampedSwiglu, Experts, Glu
 from jaxpar.verification import distances, traces
 from tests.meshes.float8_traces import (
     ACROSS_MESHES,
@@ -17,10 +18,17 @@ from tests.meshes.float8_traces import (
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-EXPERTS = dict(model__num_experts=4, model__d_ff=32, model__num_shared_experts=1)
+
+def of(expert: Glu) -> dict[str, Experts]:
+    """Experts in place of the dense feed-forwards."""
+    experts = Experts(expert=expert, num_experts=4, experts_per_token=2, num_shared_experts=1)
+    return {"model__layers__feed_forward": experts}
+
+
+EXPERTS = of(Glu(32))
 
 #: The same with biases and a clamp, as in gpt-oss.
-BIASED = EXPERTS | dict(model__expert_bias=True, model__activation="clamped_swiglu")
+BIASED = of(Glu(32, ClampedSwiglu(), bias=True))
 
 EXPERT_MESHES = """
 expert=2,gather_dtype=float8

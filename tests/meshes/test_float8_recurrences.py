@@ -5,13 +5,22 @@ import functools
 import jax
 import pytest
 
-from jaxpar.config import ConfigError, replace
+from jaxpar.config import (
+    ConfigError,
+    GatedDeltaNet,
+    Glu,
+    KimiDeltaAttention,
+    Layer,
+    Mamba2,
+    replace,
+)
 from jaxpar.config.validate import check
 from jaxpar.verification import distances, traces
 from tests.meshes.float8_traces import (
     ACROSS_MESHES,
     AGAINST_FLOAT32,
     BASE,
+    LAYER,
     first_gradients,
     relative_errors,
 )
@@ -19,32 +28,20 @@ from tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-_DELTA = dict(
-    model__linear_num_key_heads=16,
-    model__linear_num_value_heads=16,
-    model__linear_key_head_dim=4,
-    model__linear_value_head_dim=8,
-)
 #: The norm after a recurrence divides by the length of what it returned, often near 0 in so small a
 #: model. With an eps of 1e-2, it moves numbers across the boundary between two 8-bit numbers.
-_ALIKE = dict(model__norm_eps=0.1, model__recurrent_chunk=12)
+_ALIKE = {"norm_eps": 0.1, "chunk": 12}
+_DELTA = {"key_head_dim": 4, "value_head_dim": 8, **_ALIKE}
 
 #: By name. The numbers of heads are such that matrices have sides of multiples of 16.
+MIXERS = {
+    "delta_net": GatedDeltaNet(num_key_heads=16, num_value_heads=16, **_DELTA),
+    "kimi_delta": KimiDeltaAttention(num_heads=8, **_DELTA),
+    "mamba": Mamba2(num_heads=32, num_groups=2, head_dim=4, state_size=8, **_ALIKE),
+}
 KINDS = {
-    "delta_net": dict(model__layer_pattern="G*", **_DELTA, **_ALIKE),
-    "kimi_delta": dict(
-        model__layer_pattern="K*",
-        **_DELTA | {"model__linear_num_key_heads": 8, "model__linear_num_value_heads": 8},
-        **_ALIKE,
-    ),
-    "mamba": dict(
-        model__layer_pattern="M*",
-        model__mamba_num_heads=32,
-        model__mamba_num_groups=2,
-        model__mamba_head_dim=4,
-        model__mamba_state_size=8,
-        **_ALIKE,
-    ),
+    name: {"model__norm_eps": 0.1, "model__layers": [Layer("recurrent", mixer, Glu(96)), LAYER]}
+    for name, mixer in MIXERS.items()
 }
 
 MESHES = """
@@ -88,16 +85,14 @@ def test_gradients_are_near_those_of_float32(kind, scaling):
 @pytest.mark.parametrize(
     ("kind", "changed", "message"),
     [
-        ("delta_net", {"linear_num_key_heads": 4}, "key_heads = 4: must be divisible by .*8"),
-        ("kimi_delta", {"linear_num_key_heads": 1}, "key_heads = 1: must be divisible by .*2"),
-        ("mamba", {"mamba_num_heads": 6}, "mamba_num_groups = 2: must be divisible by .*16"),
+        ("delta_net", {"num_key_heads": 4, "num_value_heads": 4}, "key_heads = 4: makes 104 of"),
+        ("kimi_delta", {"num_heads": 1}, "num_heads = 1: makes 8 of .*num-heads 2"),
+        ("mamba", {"num_heads": 6}, "num_heads = 6: makes 24 of mamba_out"),
     ],
 )
 def test_sides_of_matrices_are_multiples_of_16(kind, changed, message):
     fields = {name.replace("__", "."): value for name, value in KINDS[kind].items()}
-    changed = {f"model.{name}": value for name, value in changed.items()}
-    if kind != "mamba":
-        changed["model.linear_num_value_heads"] = changed["model.linear_num_key_heads"]
+    changed = {f"model.recurrent.mixer.{name}": value for name, value in changed.items()}
     check(replace(BASE, **fields))
     with pytest.raises(ConfigError, match=message):
         check(replace(BASE, **fields | changed))

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.config import Config, RopeScaling, replace
+from jaxpar.config import Attention, Config, Glu, Layer, QkNorm, Rope, RopeScaling, replace
 from jaxpar.model.parameters import param_specs
 from jaxpar.sharding.params import flat
 from jaxpar.verification import distances, traces
@@ -16,33 +16,26 @@ from tests import weights
 from tests.meshes import float8_traces
 from tests.meshes.test_families import TOLERANCE, gradients_of
 from tests.slow import slow
-from tests.tiny import TINY
+from tests.tiny import ATTENTION, EXPERTS, GLU, TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-#: Two layers, with a window and global, as in Gemma 4.
-GEMMA4 = replace(
-    TINY,
-    **{
-        "model.layer_pattern": "*A",
-        "model.head_dim": 4,
-        "model.global_head_dim": 16,
-        "model.global_num_kv_heads": 2,
-        "model.global_keys_as_values": True,
-        "model.rope_scaling": RopeScaling(kind="proportional", factor=1.0, turning=0.5),
-        "model.local_rope_theta": 100.0,
-        "model.local_rope_scaling": False,
-        "model.sliding_window": 5,
-        "model.qk_norm": True,
-        "model.value_norm": True,
-        "model.post_norms": True,
-        "model.layer_scale": True,
-        "model.attention_multiplier": 0.1,
-    },
-)
+
+def two_kinds(local: Attention, feed_forward: Glu, **of_wide) -> list[Layer]:
+    """A layer with a window, and a global one with heads of its own, as in Gemma 4."""
+    local = dataclasses.replace(local, qk_norm=QkNorm(), value_norm=True)
+    of_wide |= {"window": None, "num_kv_heads": 2, "head_dim": 16, "keys_as_values": True}
+    mixers = {"layers": local, "global_layers": dataclasses.replace(local, **of_wide)}
+    return [Layer(k, m, feed_forward, norms="around", scaled=True) for k, m in mixers.items()]
+
+
+TURNING = Rope(scaling=RopeScaling(kind="proportional", factor=1.0, turning=0.5))
+LOCAL = dataclasses.replace(ATTENTION, window=5, rope=Rope(theta=100.0), scale=0.1)
+LAYERS = two_kinds(LOCAL, GLU, rope=TURNING)
+GEMMA4 = replace(TINY, **{"model.layers": LAYERS})
 DEEPER = {"model.num_layers": 4}
-#: Both kinds with projections of values, and as many heads of them.
-ALIKE = {"model.global_keys_as_values": False, "model.global_num_kv_heads": None}
+#: Both kinds with projections of values.
+ALIKE = {"model.global_layers.mixer.keys_as_values": False}
 
 CASES = [
     ("data=2,tensor=2,layer_loop=scan", {}),
@@ -53,20 +46,12 @@ CASES = [
     slow("pipeline=2,num_microbatches=2,tensor=2,layer_loop=scan", DEEPER),
     slow("pipeline=2,num_microbatches=4,data=2,zero=2,layer_loop=unroll", DEEPER | ALIKE),
     slow("data=2,remat=full,layer_loop=unroll", {"model.norm_offset": True} | DEEPER),
-    slow("expert=2,tensor=2", {"model.num_experts": 4, "train.balance_loss": 1e-2}),
+    slow("expert=2,tensor=2", {"model.*.feed_forward": EXPERTS, "train.balance_loss": 1e-2}),
     slow("data=2,tensor=2", {"lora.rank": 2, "lora.targets": "q_proj,k_proj,v_proj,down_proj"}),
     # A number of each layer, and norms of values, where all layers are alike.
     slow(
         "pipeline=2,num_microbatches=4,schedule=zero_bubble,zero=1,layer_loop=unroll",
-        {
-            "model.layer_pattern": "",
-            "model.global_head_dim": None,
-            "model.global_num_kv_heads": None,
-            "model.global_keys_as_values": False,
-            "model.local_rope_theta": None,
-            "model.local_rope_scaling": True,
-        }
-        | DEEPER,
+        {"model.layers": LAYERS[:1] * 4, "model.layers.mixer.rope": TURNING},
     ),
 ]
 
@@ -121,17 +106,7 @@ def test_gradients(mesh, fields, devices):
 
 
 #: In the sizes that float8 needs.
-FLOAT8 = {
-    "model__layer_pattern": "*A",
-    "model__global_head_dim": 16,
-    "model__global_num_kv_heads": 2,
-    "model__global_keys_as_values": True,
-    "model__sliding_window": 9,
-    "model__qk_norm": True,
-    "model__value_norm": True,
-    "model__post_norms": True,
-    "model__layer_scale": True,
-}
+FLOAT8 = two_kinds(dataclasses.replace(float8_traces.ATTENTION, window=9), Glu(96))
 
 
 @pytest.mark.slow
@@ -139,7 +114,9 @@ FLOAT8 = {
     "mesh", ["tensor=2", "data=2,layer_loop=unroll", "data=2,gather_dtype=float8"]
 )
 def test_float8_gradients_are_those_of_one_device(mesh, devices):
-    gradients = functools.partial(float8_traces.first_gradients, devices=devices, **FLOAT8)
+    gradients = functools.partial(
+        float8_traces.first_gradients, devices=devices, model__layers=FLOAT8
+    )
     one, found = gradients("data=1"), gradients(mesh)
     errors = float8_traces.relative_errors(found.gradients, one.gradients)
     assert max(errors.values()) < float8_traces.ACROSS_MESHES
