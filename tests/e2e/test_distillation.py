@@ -50,7 +50,7 @@ def test_a_student_learns_from_a_teacher_of_another_shape(
         (["--model.vocab-size", "384"], "has a model of 272 tokens, and the student's has 384"),
         (
             ["--parallel.tensor", "4", "--model.layers.mixer.num-kv-heads", "4"],
-            "has a model that this mesh cannot run: model.layers.mixer.num_kv_heads must be divisible",
+            "this mesh cannot run: model.layers.mixer.num_kv_heads must be divisible",
         ),
     ],
 )

@@ -214,6 +214,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(
     assert {losses[step] for step in losses if step > 121} == {None}  # null, not JSON's unknown NaN
 
 
+D_FF = "model.layers.feed_forward.d_ff"
 REFUSED = [
     ("--checkpoint.resume never", "checkpoint.resume", "contains the checkpoint of step 120"),
     ("--data.seq-len 16", "data.seq_len", "the checkpoint of step 120 has 32"),
