@@ -64,9 +64,11 @@ def get_config():
     return Config(
         run=RunConfig(dir={run!r}),
         data=DataConfig(path={data!r}, seq_len=16),
-        model=ModelConfig(
-            num_layers=2, d_model=16, num_heads=4, num_kv_heads=2, head_dim=4, d_ff=32,
+        model=Model(
+            d_model=16,
             vocab_size=272,
+            layers=[Layer("layers", Attention(num_heads=4, num_kv_heads=2, head_dim=4), Glu(32))]
+            * 2,
         ),
         compute=ComputeConfig(dtype="float32"),
         train=TrainConfig(num_steps=40, global_batch_size=8, log_every=1),

@@ -30,9 +30,11 @@ def get_config():
     return Config(
         run=RunConfig(dir={run!r}),
         data=DataConfig(path={data!r}, seq_len=32),
-        model=ModelConfig(
-            num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=64,
+        model=Model(
+            d_model=32,
             vocab_size=272,
+            layers=[Layer("layers", Attention(num_heads=4, num_kv_heads=2, head_dim=8), Glu(64))]
+            * 2,
         ),
         compute=ComputeConfig(dtype="float32"),
         train=TrainConfig(num_steps=120, global_batch_size=8, log_every=1),

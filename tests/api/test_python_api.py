@@ -23,6 +23,7 @@ from jaxpar.api.arguments import check_generation
 from jaxpar.api.trainer import Trainer
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.step.state import abstract_state
+from tests.tiny import EXPERTS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "python_api.md"
@@ -226,7 +227,9 @@ def test_a_step_takes_only_what_belongs_to_it(trainer_of):
     trainer = trainer_of(**{"evaluation.every": 0, "run.dir": "unused"})
     state = trainer.init()
     batch = next(trainer.batches(state, 1))
-    wider = abstract_state(trainer_of(**{"model.d_ff": 128, "run.dir": "unused"}).cfg)
+    wider = abstract_state(
+        trainer_of(**{"model.layers.feed_forward.d_ff": 128, "run.dir": "unused"}).cfg
+    )
     host = jax.tree.map(np.asarray, batch)
     other_mesh = trainer_of(**{"parallel.tensor": 2, "run.dir": "unused"}).init()
     wrong = {
@@ -305,7 +308,7 @@ def test_a_step_takes_the_tokens_of_a_live_teacher(trainer_of):
 
 @pytest.mark.slow
 def test_a_step_returns_the_routing_that_a_run_records(trainer_of):
-    experts = {"model.num_experts": 4, "model.experts_per_token": 2, "run.record_routing": "1"}
+    experts = {"model.layers.feed_forward": EXPERTS, "run.record_routing": "1"}
     trainer = trainer_of(**experts, **{"evaluation.every": 0, "train.num_steps": 1})
     state = trainer.init()
     (batch,) = trainer.batches(state)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.commands import call
-from jaxpar.config import ConfigError, ModelConfig
+from jaxpar.config import ConfigError
 from jaxpar.config.command_line import read_config
 from jaxpar.convert.hf import importing
 from jaxpar.convert.hf.tokenizer import tokenizer_in
@@ -34,6 +34,7 @@ from jaxpar.verification.replay import check_inputs
 from tests.data.commands import main as data
 from tests.e2e import good_files
 from tests.e2e.damage import of_bytes, of_json, of_lines, of_safetensors, packed
+from tests.tiny import TINY
 
 #: Limits of each file.
 SECONDS, MEMORY = 30, 2 << 30
@@ -70,7 +71,7 @@ def tokenizer(folder: Path) -> None:
 
 def adapters(folder: Path) -> None:
     """Reads the config of PEFT adapters."""
-    peft.lora_of(peft.read_adapter_config(folder / "adapters"), ModelConfig())
+    peft.lora_of(peft.read_adapter_config(folder / "adapters"), TINY.model)
 
 
 def resumed(folder: Path) -> None:

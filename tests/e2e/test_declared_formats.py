@@ -1,5 +1,6 @@
 """What one process writes and another reads, damaged at random: no reader ends in a traceback."""
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -50,6 +51,7 @@ from jaxpar.tools.report.listing import found_runs, lines
 from jaxpar.tools.sweeps.running import SweepFolder
 from tests.e2e.damage import of_bytes, of_json, of_lines
 from tests.slow import slow
+from tests.tiny import EXPERTS, TINY
 from tests.tools.report.folders import write_run
 
 HOST = Host(name="a", life="x", address="127.0.0.1", port=1, devices=1, processes=2, ready=1)
@@ -259,9 +261,9 @@ def experts() -> bytes:
 
 
 def recorded(folder: Path) -> None:
-    sizes = {"train.global_batch_size": 2, "data.seq_len": 4, "model.num_layers": 2}
-    sizes |= {"model.num_experts": 4, "model.experts_per_token": 1}
-    routing.read_routing("--routing", str(folder / "x.npz"), replace(Config(), **sizes))
+    sizes = {"train.global_batch_size": 2, "data.seq_len": 4}
+    sizes |= {"model.layers.feed_forward": dataclasses.replace(EXPERTS, experts_per_token=1)}
+    routing.read_routing("--routing", str(folder / "x.npz"), replace(TINY, **sizes))
 
 
 def said() -> dict[str, Format]:

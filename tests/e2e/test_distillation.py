@@ -49,8 +49,8 @@ def test_a_student_learns_from_a_teacher_of_another_shape(
         (["--distill.teacher", "nowhere"], "is not a run with a checkpoint"),
         (["--model.vocab-size", "384"], "has a model of 272 tokens, and the student's has 384"),
         (
-            ["--parallel.tensor", "4", "--model.num-kv-heads", "4"],
-            "has a model that this mesh cannot run: model.num_kv_heads must be divisible",
+            ["--parallel.tensor", "4", "--model.layers.mixer.num-kv-heads", "4"],
+            "this mesh cannot run: model.layers.mixer.num_kv_heads must be divisible",
         ),
     ],
 )

@@ -1,6 +1,5 @@
 """Whole runs: killed, preempted, moved to another mesh, refused, sampled; nothing is lost."""
 
-import dataclasses
 import json
 import math
 import os
@@ -215,11 +214,16 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(
     assert {losses[step] for step in losses if step > 121} == {None}  # null, not JSON's unknown NaN
 
 
+D_FF = "model.layers.feed_forward.d_ff"
 REFUSED = [
     ("--checkpoint.resume never", "checkpoint.resume", "contains the checkpoint of step 120"),
     ("--data.seq-len 16", "data.seq_len", "the checkpoint of step 120 has 32"),
     ("--train.global-batch-size 16", "train.global_batch_size", "has 8"),
-    ("--model.d-ff 128", "model.d_ff", "the checkpoint of step 120 has 64"),
+    (
+        "--model.layers.feed-forward.d-ff 128",
+        "model.layers.feed_forward.d_ff",
+        "the checkpoint of step 120 has 64",
+    ),
     ("--optimizer.name lion", "optimizer.name", "has 'adamw'"),
     ("--model.vocab-size 256", "model.vocab_size", "must cover the 257 tokens"),
 ]
@@ -261,7 +265,7 @@ def greedy_text(run: Path, prompt: str, count: int) -> str:
     params = jax.device_put(jax.device_get(params), jax.devices()[0])
     T, V = 128, tokenizer.vocab_size
     # Of the text so far, a token sees as many as in training.
-    model = dataclasses.replace(cfg.model, sliding_window=cfg.data.seq_len)
+    model = replace(cfg, **{"model.layers.mixer.window": cfg.data.seq_len}).model
     place, ones = jnp.arange(T)[None], jnp.ones((1, T), jnp.int32)
     logits = jax.jit(lambda tokens: decoder.logits_of(params, tokens, place, ones, model))
     ids = [int(i) for i in tokenizer.encode(prompt)]

@@ -6,7 +6,18 @@ import math
 import numpy as np
 import pytest
 
-from jaxpar.config import Config, replace
+from jaxpar.config import (
+    Config,
+    Experts,
+    GatedDeltaNet,
+    Glu,
+    LatentAttention,
+    Layer,
+    Rope,
+    RopeScaling,
+    Router,
+    replace,
+)
 from jaxpar.config.validate import resolve
 from jaxpar.inference.generation import (
     config_for_sampling,
@@ -22,51 +33,50 @@ from jaxpar.verification import distances, traces
 from jaxpar.verification.meshes import parse_meshes
 from tests import weights
 from tests.slow import slow
-from tests.tiny import TINY
+from tests.tiny import GLU, TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 TOLERANCE = 1e-5
 
 #: As in DeepSeek-V3: queries have a latent, and values are narrower than keys.
-V3 = {
-    "model.num_kv_heads": 4,
-    "model.head_dim": 10,
-    "model.qk_rope_head_dim": 4,
-    "model.v_head_dim": 6,
-    "model.kv_lora_rank": 8,
-    "model.q_lora_rank": 12,
-    "model.rope_layout": "interleaved",
-    "model.rope_scaling.kind": "yarn",
-    "model.rope_scaling.original_max_position": 16,
-    "model.rope_scaling.mscale_all_dim": 1.0,
-    "model.rope_scaling.attention_factor": 1.0,
-}
+YARN = RopeScaling(kind="yarn", original_max_position=16, mscale_all_dim=1, attention_factor=1)
+LATENT = LatentAttention(
+    num_heads=4,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=4,
+    v_head_dim=6,
+    kv_lora_rank=8,
+    q_lora_rank=12,
+    rope=Rope(layout="interleaved", scaling=YARN),
+)
+V3 = {"model.layers.mixer": LATENT}
 BASE = replace(TINY, **V3)
 
 #: As in DeepSeek-V2-Lite.
-NO_QUERY_LATENT = {"model.q_lora_rank": None}
+NO_QUERY_LATENT = {"model.*.mixer.q_lora_rank": None}
 
-EXPERTS = {
-    "model.num_experts": 8,
-    "model.experts_per_token": 2,
-    "model.num_shared_experts": 1,
-    "model.router_score": "sigmoid",
-    "model.router_bias": True,
-    "model.router_scale": 2.5,
-    "model.router_groups": 4,
-    "model.router_groups_per_token": 2,
+ROUTED = Experts(
+    expert=GLU,
+    num_experts=8,
+    experts_per_token=2,
+    router=Router(score="sigmoid", balancing_bias=True, groups=4, groups_per_token=2, scale=2.5),
+    num_shared_experts=1,
+)
+EXPERTS = {"model.layers.feed_forward": ROUTED}
+#: The first layer has no experts.
+DENSE = {
+    "model.layers": [
+        Layer("dense_layers", LATENT, Glu(20)),
+        *[Layer("layers", LATENT, ROUTED)] * 2,
+    ]
 }
-DENSE = EXPERTS | {"model.num_layers": 3, "model.dense_layers": 1, "model.dense_d_ff": 20}
 #: As in Kimi Linear: most layers are recurrent.
+DELTA = GatedDeltaNet(num_key_heads=2, num_value_heads=4, key_head_dim=4, value_head_dim=4, chunk=8)
 HYBRID = {
-    "model.layer_pattern": "G*",
-    "model.linear_num_key_heads": 2,
-    "model.linear_num_value_heads": 4,
-    "model.linear_key_head_dim": 4,
-    "model.linear_value_head_dim": 4,
-    "model.recurrent_chunk": 8,
+    "model.layers": [Layer("delta_layers", DELTA, GLU), Layer("layers", LATENT, GLU)],
 }
+WINDOW = {"model.layers.mixer.window": 5}
 LORA = {"lora.rank": 2, "lora.targets": "q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj"}
 
 CASES = [
@@ -94,7 +104,7 @@ CASES = [
         LORA | NO_QUERY_LATENT | {"lora.targets": "q_proj,kv_b_proj"},
     ),
     slow("data=2,tensor=2,layer_loop=unroll", HYBRID),
-    slow("data=2,tensor=2", {"model.sliding_window": 5, "model.post_norms": True}),
+    slow("data=2,tensor=2", WINDOW | {"model.layers.norms": "around"}),
 ]
 
 
@@ -117,7 +127,7 @@ def test_gradients(mesh, values, devices):
 
 @pytest.mark.parametrize(
     ("tensor", "values"),
-    [(2, NO_QUERY_LATENT), slow(1, {}), slow(2, DENSE), slow(1, {"model.sliding_window": 5})],
+    [(2, NO_QUERY_LATENT), slow(1, {}), slow(2, DENSE), slow(1, WINDOW)],
 )
 def test_generation_with_a_cache_of_latents(tensor, values, devices):
     """The absorbed form writes the tokens that the complete text gives."""
@@ -138,18 +148,18 @@ def test_generation_with_a_cache_of_latents(tensor, values, devices):
 
 
 def test_the_cache_has_latents_for_all_heads_together():
-    wanted = 4 * BASE.model.num_layers * 15 * 12
+    wanted = 4 * len(BASE.model.layers) * 15 * 12
     assert cache_bytes(BASE, 3, 5) == cache_bytes(BASE, 3, 5, tensor=2) == wanted
 
 
 FLOAT8 = {
     "model.d_model": 32,
-    "model.head_dim": 32,
-    "model.qk_rope_head_dim": 16,
-    "model.v_head_dim": 16,
-    "model.kv_lora_rank": 32,
-    "model.q_lora_rank": 16,
-    "model.d_ff": 32,
+    "model.layers.mixer.qk_nope_head_dim": 16,
+    "model.layers.mixer.qk_rope_head_dim": 16,
+    "model.layers.mixer.v_head_dim": 16,
+    "model.layers.mixer.kv_lora_rank": 32,
+    "model.layers.mixer.q_lora_rank": 16,
+    "model.layers.feed_forward": Glu(32),
     "model.vocab_size": 64,
     "compute.dtype": "bfloat16",
     "data.seq_len": 64,

@@ -1,18 +1,20 @@
 """What Gemma adds, alone and all at once: the plain model's loss and gradients on every mesh."""
 
+import dataclasses
 import functools
 import math
+from typing import Any
 
 import pytest
 
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import Config, ConfigError, Experts, Glu, Layer, QkNorm, Rope, replace
 from jaxpar.config.validate import check, resolve
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.verification import distances, small_config, traces
 from jaxpar.verification.meshes import parse_meshes
 from tests import weights
 from tests.slow import slow
-from tests.tiny import TINY
+from tests.tiny import ATTENTION, GLU, TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -20,29 +22,32 @@ TOLERANCE = 1e-5
 
 BASE = replace(TINY, **{"model.num_layers": 4, "parallel.layer_loop": "unroll"})
 
-TWO_KINDS = {
-    "model.global_every": 2,
-    "model.sliding_window": 5,
-    "model.rope_theta": 1e5,
-    "model.local_rope_theta": 100.0,
-}
-GEMMA = TWO_KINDS | {
-    "model.activation": "gelu",
-    "model.post_norms": True,
+
+def two_kinds(feed_forward: Glu = GLU, norms: Any = "before", **attention) -> dict[str, Any]:
+    """Every second layer attends globally, with frequencies of its own."""
+    wide = dataclasses.replace(ATTENTION, rope=Rope(theta=1e5), **attention)
+    local = dataclasses.replace(wide, rope=Rope(theta=100.0), window=5)
+    named = {"local": local, "layers": wide}
+    return {"model.layers": [Layer(n, of, feed_forward, norms) for n, of in named.items()] * 2}
+
+
+TWO_KINDS = two_kinds()
+GELU = Glu(24, "gelu")
+GEMMA = two_kinds(GELU, "around", scale_dim=6, qk_norm=QkNorm()) | {
     "model.norm_offset": True,
     "model.embed_scale": True,
-    "model.query_scale_dim": 6,
-    "model.qk_norm": True,
     "model.tie_embeddings": True,
 }
+LOCAL, WIDE, *_ = GEMMA["model.layers"]
 
 #: Norms only after the branches, of all heads of queries and keys.
-OLMO3 = TWO_KINDS | {
-    "model.pre_norms": False,
-    "model.post_norms": True,
-    "model.qk_norm": True,
-    "model.qk_norm_over": "all",
-}
+OLMO3 = two_kinds(norms="after", qk_norm=QkNorm(over="all"))
+
+
+def experts(number: int, expert: Glu, **fields: int) -> dict[str, Any]:
+    of = Experts(expert=expert, num_experts=number, experts_per_token=2, **fields)
+    return {"model.*.feed_forward": of}
+
 
 CASES = [
     ("data=2,sequence=2,tensor=2", OLMO3 | {"model.num_layers": 2}),
@@ -51,18 +56,15 @@ CASES = [
     slow("data=2,tensor=2,row_groups=2", OLMO3 | {"model.num_layers": 2}),
     slow(
         "data=2,expert=2",
-        OLMO3 | {"model.num_experts": 4, "model.num_shared_experts": 1, "model.num_layers": 2},
+        OLMO3 | experts(4, GLU, num_shared_experts=1) | {"model.num_layers": 2},
     ),
-    slow("data=2", TWO_KINDS | {"model.num_layers": 3}),
+    slow("data=2", {"model.layers": TWO_KINDS["model.layers"][:3]}),
     # Quicker: Gemma 2 in test_families.py, on such a mesh.
     slow("pipeline=2,num_microbatches=2,zero=1", TWO_KINDS),
     slow("data=2,tensor=2", GEMMA | {"model.num_layers": 2}),
-    slow("sequence=2,tensor=2", GEMMA | {"model.num_experts": 2}),
+    slow("sequence=2,tensor=2", GEMMA | experts(2, GELU)),
     slow("data=2,tensor=2,row_groups=2", GEMMA),
-    slow(
-        "tensor=2,layer_loop=scan",
-        GEMMA | {"model.global_every": 0, "model.local_rope_theta": None},
-    ),
+    slow("tensor=2,layer_loop=scan", GEMMA | {"model.layers": [LOCAL] * 4}),
 ]
 
 
@@ -86,25 +88,22 @@ def test_gradients(mesh, values, devices):
 
 def test_shrinking_keeps_both_kinds():
     meshes = list(parse_meshes(["pipeline=2,num_microbatches=2"], BASE.parallel).values())
-    small = small_config.shrink(replace(BASE, **GEMMA | {"model.global_every": 3}), meshes)
-    assert small.model.num_layers == 6
+    small = small_config.shrink(
+        replace(BASE, **GEMMA | {"model.layers": [LOCAL, LOCAL, WIDE]}), meshes
+    )
+    assert [layer.name for layer in small.model.layers] == ["local", "local", "layers"] * 2
     check(replace(small, **{"parallel.layer_loop": "unroll"}))
 
 
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"model.global_every": -1}, r"model\.global_every = -1: must not be negative"),
-        ({"model.global_every": 1}, r"model\.global_every = 1: leaves no sliding-window layer"),
         (
-            {"model.sliding_window": None},
-            r"global_every = 2: .*model\.sliding_window and .* are None",
+            {"model.local.mixer.rope.theta": 0.0},
+            r"model\.local\.mixer\.rope\.theta = 0\.0: must be above 0",
         ),
-        ({"model.global_every": 0}, r"model\.local_rope_theta = 100\.0: .*global_every is 0"),
-        ({"model.local_rope_theta": 0.0}, r"model\.local_rope_theta = 0\.0: must be above 0"),
-        ({"model.query_scale_dim": 0}, r"model\.query_scale_dim = 0: must be at least 1"),
-        ({"model.pre_norms": False}, r"pre_norms = False: must be True, or model\.post_norms too"),
-        ({"parallel.layer_loop": "scan"}, r"layer_loop = 'scan': must be unroll"),
+        ({"model.layers.mixer.scale_dim": 0}, r"layers\.mixer\.scale_dim = 0: must be at least 1"),
+        ({"model.layers.norms": ""}, r"layers\.norms = '': must be one of before, after, around"),
         (
             {"model.num_layers": 2, "parallel.pipeline": 2, "parallel.num_microbatches": 2},
             r"model\.num_layers = 2: must be at least 3: 2 layers .*--model\.num-layers 3",
@@ -113,7 +112,10 @@ def test_shrinking_keeps_both_kinds():
             {"parallel.pipeline": 2, "parallel.layers_per_stage": "1,3"},
             r"layers_per_stage = '1,3': must be multiples of .*--parallel\.layers-per-stage 2,2",
         ),
-        ({"model.activation": "relu"}, r"model\.activation = 'relu': must be one of silu, gelu"),
+        (
+            {"model.local.feed_forward.activation": "relu"},
+            r"local\.feed_forward\.activation = 'relu': must be one of silu, gelu",
+        ),
     ],
 )
 def test_what_cannot_be(values, said):

@@ -7,8 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.config import Config, replace
-from jaxpar.config.layout.layer_kinds import STACKS, dense_places
+from jaxpar.components.experts import experts_in
+from jaxpar.config import Config, Glu, Layer, replace
+from jaxpar.config.layout.composition import model_of
 from jaxpar.model.parameters import specs_of
 from jaxpar.model.plain import decoder
 from jaxpar.step.features import layer_metrics, own_probes
@@ -19,13 +20,17 @@ from jaxpar.verification import traces
 from tests.meshes.test_global_layers import GEMMA4
 from tests.meshes.test_own_code import on_mesh
 from tests.slow import slow
-from tests.tiny import TINY
+from tests.tiny import ATTENTION, TINY
+from tests.tiny import EXPERTS as ROUTED
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 BASE = replace(TINY, **{"model.num_layers": 3, "metrics.layers": "all"})
-EXPERTS = replace(BASE, **{"model.num_experts": 4, "model.d_ff": 12, "train.balance_loss": 0.1})
-DENSE_FIRST = replace(EXPERTS, **{"model.dense_layers": 1})
+FEED_FORWARD = "model.layers.feed_forward"
+OF_EXPERTS = {FEED_FORWARD: ROUTED, f"{FEED_FORWARD}.expert": Glu(12), "train.balance_loss": 0.1}
+EXPERTS = replace(BASE, **OF_EXPERTS)
+DENSE = Layer("dense_layers", ATTENTION, Glu(12))
+DENSE_FIRST = replace(EXPERTS, **{"model.layers": [DENSE, *EXPERTS.model.layers[1:]]})
 FOUR_LAYERS = replace(BASE, **{"model.num_layers": 4})
 KINDS = replace(GEMMA4, **{"model.num_layers": 4, "metrics.layers": "all"})
 
@@ -50,17 +55,12 @@ MESHES = [
 
 def of_layers(tree: dict[str, np.ndarray], cfg: Config) -> np.ndarray:
     """Sums of squares of each layer's logical arrays."""
-    m = cfg.model
-    first = list(dense_places(m))
-    places = {"dense_layers": first, "layers": [i for i in range(m.num_layers) if i not in first]}
-    pattern = (m.layer_pattern * m.num_layers)[: m.num_layers]
-    for kind in set(pattern):
-        places[STACKS[kind]] = [i for i in range(m.num_layers) if pattern[i] == kind]
-    total = np.zeros(m.num_layers)
+    names = np.array([layer.name for layer in cfg.model.layers])
+    total = np.zeros(len(names))
     for name, array in tree.items():
-        if (stack := name.partition("/")[0]) in places:
+        if (stack := name.partition("/")[0]) in names:
             squares = np.square(array.astype(np.float64)).reshape(len(array), -1).sum(axis=1)
-            total[places[stack]] += squares
+            total[names == stack] += squares
     return total
 
 
@@ -78,9 +78,9 @@ def plain(cfg: Config) -> dict[str, Any]:
     change = {name: trace.params[name] - a for name, a in old.items()}
     found["layer_grad_norm"] = np.sqrt(of_layers(trace.gradients, cfg))
     found["layer_update"] = np.sqrt(of_layers(change, cfg) / of_layers(old, cfg))
-    if cfg.model.num_experts:
+    if experts_in(model_of(cfg.model)):
         rows = np.asarray(decoder.loads(params, batch, cfg))
-        fullest = np.full(cfg.model.num_layers, np.nan)
+        fullest = np.full(len(cfg.model.layers), np.nan)
         fullest[-len(rows) :] = rows.max(axis=1) / rows.mean(axis=1)
         found["layer_fullest_expert"] = fullest
     return jax.device_get(found)
@@ -94,5 +94,5 @@ def test_metrics_of_layers_agree_with_the_plain_model(item, cfg):
     wanted = plain(cfg)
     assert {name for name in found if name in LayerMetrics.metrics} == wanted.keys()
     for name, value in wanted.items():
-        assert value.shape == (cfg.model.num_layers,)
+        assert value.shape == (len(cfg.model.layers),)
         np.testing.assert_allclose(found[name], value, rtol=1e-4, err_msg=name)

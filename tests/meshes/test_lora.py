@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import Config, ConfigError, Experts, Glu, Router, replace
 from jaxpar.config.layout.composition import model_of
 from jaxpar.config.lists.lora_targets import adapted, targets_of
 from jaxpar.config.validate import check, resolve
@@ -32,6 +32,7 @@ from tests.extend.test_components import ATTENTION, LAYERS, Layer, Products, Sin
 from tests.meshes.test_meshes import BASE as PLAIN
 from tests.meshes.test_meshes import TOLERANCE
 from tests.slow import slow, slow_but
+from tests.tiny import EXPERTS
 
 BASE = replace(PLAIN, **{"lora.rank": 3, "lora.alpha": 6.0})
 
@@ -63,18 +64,20 @@ VARIANTS = {
     "tied embeddings, biases, some targets": (
         {
             "model.tie_embeddings": True,
-            "model.qkv_bias": True,
-            "model.mlp_bias": True,
+            "model.layers.mixer.bias": True,
+            "model.layers.feed_forward.bias": True,
             "lora.targets": "q_proj,down_proj",
         },
         "data=2,tensor=2",
     ),
     "experts": (
         {
-            "model.num_experts": 4,
-            "model.experts_per_token": 2,
-            "model.expert_bias": True,
-            "model.router_linear_bias": True,
+            "model.layers.feed_forward": Experts(
+                expert=Glu(24, bias=True),
+                num_experts=4,
+                experts_per_token=2,
+                router=Router(linear_bias=True),
+            ),
             "lora.targets": "q_proj,k_proj,v_proj,o_proj",
         },
         "expert=2,data=2,tensor=2,layer_loop=unroll",
@@ -231,7 +234,8 @@ def test_moments_are_of_adapters_alone():
 )
 def test_no_gradient_of_the_model_is_computed_or_sent(item, devices):
     """Sizes tell products apart: those of a matrix's gradient have both of its sides."""
-    sizes = {"model.d_model": 48, "model.d_ff": 88, "model.vocab_size": 104, "model.num_layers": 2}
+    sizes = {"model.d_model": 48, "model.vocab_size": 104, "model.num_layers": 2}
+    sizes["model.layers.feed_forward"] = Glu(88)
     cfg, mesh = on_mesh(item, devices, replace(BASE, **sizes))
     full, _ = on_mesh(item, devices, base_config(replace(BASE, **sizes)))
 
@@ -273,7 +277,8 @@ def test_merged_weights_compute_the_same(devices):
 @pytest.mark.parametrize("loop", ["scan", "unroll"])
 def test_float8_is_of_the_model_and_adapters_are_exact(loop, devices):
     """Rounding of the matrices and of what flows back through them is all that differs."""
-    sizes = {"model.d_model": 64, "model.head_dim": 16, "model.d_ff": 96, "model.init_std": 0.05}
+    sizes = {"model.d_model": 64, "model.init_std": 0.05}
+    sizes |= {"model.layers.mixer.head_dim": 16, "model.layers.feed_forward": Glu(96)}
     exact = replace(BASE, **sizes, **{"parallel.layer_loop": loop})
     eight = replace(exact, **{"compute.matmul_dtype": "float8"})
 
@@ -309,7 +314,10 @@ def test_offloaded_moments(devices):
     [
         ({"lora.rank": -1}, r"lora\.rank = -1: must not be negative\. Fix: use --lora\.rank 0"),
         ({"lora.rank": 17}, r"rank = 17: must be at most 16, the smaller dimension of q_proj"),
-        ({"lora.rank": 9, "model.num_kv_heads": 2}, r"at most 8, the smaller dimension of k_proj"),
+        (
+            {"lora.rank": 9, "model.layers.mixer.num_kv_heads": 2},
+            r"at most 8, the smaller dimension of k_proj",
+        ),
         ({"lora.alpha": 0.0}, r"lora\.alpha = 0.0: must be above 0"),
         ({"lora.alpha": math.nan}, r"lora\.alpha = nan: must be finite"),
         ({"lora.targets": "q_prj"}, r"must be names from q_proj, .*--lora.targets q_proj\."),
@@ -318,7 +326,7 @@ def test_offloaded_moments(devices):
         ({"lora.targets": "q_proj,q_proj"}, r"must name each projection once.*targets q_proj\."),
         ({"lora.rank": 0}, r"lora\.alpha = 6\.0: needs adapters, but lora\.rank is 0"),
         (
-            {"model.num_experts": 4},
+            {"model.layers.feed_forward": EXPERTS},
             r"must be names from q_proj, k_.*; experts have no adapters.*targets q_proj,k_proj,v_",
         ),
         (

@@ -9,7 +9,7 @@ import math
 
 import pytest
 
-from jaxpar.config import Config, RopeScaling, replace
+from jaxpar.config import Config, QkNorm, RopeScaling, replace
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.axes import AXES
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
@@ -27,8 +27,8 @@ BASE = replace(
     TINY,
     **{
         "model.num_layers": 4,
-        "model.num_heads": 8,
-        "model.num_kv_heads": 4,
+        "model.layers.mixer.num_heads": 8,
+        "model.layers.mixer.num_kv_heads": 4,
         "optimizer.warmup_steps": 2,
         "optimizer.clip_norm": 0.5,
     },
@@ -92,26 +92,26 @@ pipeline=2,num_microbatches=4,schedule=zero_bubble,zero=1,layer_loop=unroll,pipe
 """.split(),
 ]
 
+MIXER = "model.layers.mixer"
+TIED, NORM = {"model.tie_embeddings": True}, {f"{MIXER}.qk_norm": QkNorm()}
+BIASES = {f"{MIXER}.bias": True, f"{MIXER}.out_bias": True, "model.layers.feed_forward.bias": True}
+ROPE_SCALING = {f"{MIXER}.rope.scaling": RopeScaling(original_max_position=16)}
+
 VARIANTS = {
-    "tied embeddings": {"model.tie_embeddings": True},
-    "qk_norm": {"model.qk_norm": True},
-    "biases": {"model.qkv_bias": True, "model.out_bias": True, "model.mlp_bias": True},
-    "sliding window": {"model.sliding_window": 5},
-    "rope scaling": {"model.rope_scaling": RopeScaling(original_max_position=16)},
+    "tied embeddings": TIED,
+    "qk_norm": NORM,
+    "biases": BIASES,
+    "sliding window": {f"{MIXER}.window": 5},
+    "rope scaling": ROPE_SCALING,
     "z_loss": {"train.z_loss": 1e-2},
     "one long document": {"data.document_mask": False},
-    "as many KV heads": {"model.num_heads": 4},
+    "as many KV heads": {f"{MIXER}.num_heads": 4},
     "eight layers": {"model.num_layers": 8},
-    "all at once": {
-        "model.tie_embeddings": True,
-        "model.qk_norm": True,
-        "model.qkv_bias": True,
-        "model.out_bias": True,
-        "model.mlp_bias": True,
-        "model.sliding_window": 9,
-        "model.rope_scaling": RopeScaling(original_max_position=16),
-        "train.z_loss": 1e-2,
-    },
+    "all at once": TIED
+    | NORM
+    | BIASES
+    | ROPE_SCALING
+    | {f"{MIXER}.window": 9, "train.z_loss": 1e-2},
 }
 
 #: The others are in "all at once", or change less. More chunks than stages are in
@@ -188,7 +188,7 @@ pipeline=2,num_microbatches=4,schedule=zero_bubble,zero=1,tensor=2,layer_loop=un
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", NORM_MESHES)
 def test_gradients_with_a_norm_over_all_heads(mesh, devices):
-    cfg = replace(BASE, **{"model.qk_norm": True, "model.qk_norm_over": "all"})
+    cfg = replace(BASE, **{f"{MIXER}.qk_norm": QkNorm(over="all")})
     assert not compare(mesh, cfg, devices).mismatches()
 
 

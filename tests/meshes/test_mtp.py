@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.config import Config, replace
+from jaxpar.config import Config, GatedDeltaNet, replace
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.step.state import abstract_state
@@ -30,7 +30,8 @@ from tests.extend.test_components import (
 from tests.meshes.test_experts import compare
 from tests.meshes.test_latent_attention import DENSE, EXPERTS, NO_QUERY_LATENT, V3
 from tests.slow import slow
-from tests.tiny import TINY
+from tests.tiny import ATTENTION as TINY_ATTENTION
+from tests.tiny import GLU, TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -39,7 +40,7 @@ TOLERANCE = 1e-5
 BASE = replace(TINY, **{"model.mtp_depth": 1, "train.mtp_loss": 0.3})
 
 TWO = {"model.mtp_depth": 2, "train.z_loss": 1e-2}
-DEEPSEEK = V3 | DENSE | {"parallel.layer_loop": "unroll", "train.balance_loss": 1e-2}
+DEEPSEEK = DENSE | {"parallel.layer_loop": "unroll", "train.balance_loss": 1e-2}
 
 MORE_LAYERS = LAYERS | {
     "before": [
@@ -53,6 +54,14 @@ MORE_LAYERS = LAYERS | {
 COMPOSED = {
     name: {"model": dataclasses.replace(config(*layers).model, mtp_depth=2)}
     for name, layers in MORE_LAYERS.items()
+}
+
+#: The last layer, which modules are like, is not like the first.
+DELTA = GatedDeltaNet(num_key_heads=4, num_value_heads=8, key_head_dim=32, value_head_dim=32)
+ATTENDS = Layer("layers", TINY_ATTENTION, GLU)
+HYBRID = {"model.layers": [Layer("delta_layers", DELTA, GLU), ATTENDS]}
+NOPE = {
+    "model.layers": [ATTENDS, Layer("nope", dataclasses.replace(TINY_ATTENTION, rope=None), GLU)]
 }
 
 CASES = [
@@ -86,8 +95,8 @@ CASES = [
     slow("data=2,tensor=2", COMPOSED["products"]),
     slow("sequence=2,tensor=2", COMPOSED["capped"]),
     slow("data=2,tensor=2", COMPOSED["no mixer"]),
-    slow("sequence=2,tensor=2,layer_loop=unroll", {"model.layer_pattern": "G*"}),
-    slow("data=2,tensor=2,layer_loop=unroll", {"model.nope_every": 2}),
+    slow("sequence=2,tensor=2,layer_loop=unroll", HYBRID),
+    slow("data=2,tensor=2,layer_loop=unroll", NOPE),
 ]
 
 

@@ -15,20 +15,21 @@ from jaxpar.verification import distances, small_config, traces
 from jaxpar.verification.meshes import parse_meshes
 from tests.meshes.test_recurrent_layers import DELTA_NET, NEMOTRON_H
 from tests.slow import slow
-from tests.tiny import TINY
+from tests.tiny import EXPERTS, TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 TOLERANCE = 1e-5
 STEPS = 3
 
-EXPERTS = {"model.num_experts": 4, "model.experts_per_token": 2, "model.router_bias": True}
+FEED_FORWARD = "model.layers.feed_forward"
+OF_EXPERTS = {FEED_FORWARD: EXPERTS, f"{FEED_FORWARD}.router.balancing_bias": True}
 
 CASES = [
     slow("data=2,tensor=2,num_microbatches=2,zero=2,layer_loop=unroll", TINY, {}),
     slow("pipeline=2,data=2,sequence=2,tensor=2", TINY, {"model.num_layers": 4}),
     slow("pipeline=2,num_microbatches=2,layers_per_stage=3,1", TINY, {"model.num_layers": 4}),
-    slow("replica=2,data=2,expert=2", TINY, EXPERTS),
+    slow("replica=2,data=2,expert=2", TINY, OF_EXPERTS),
     slow("data=2,tensor=2", TINY, {"model.mtp_depth": 1, "train.mtp_loss": 0.3}),
     slow("data=2,tensor=2", TINY, {"lora.rank": 3}),
     slow("data=2,tensor=2", DELTA_NET, {}),

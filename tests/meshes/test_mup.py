@@ -8,14 +8,14 @@ import math
 
 import pytest
 
-from jaxpar.config import replace
+from jaxpar.config import LatentAttention, replace
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.verification import distances, small_config, traces
 from jaxpar.verification.meshes import parse_meshes
 from tests.model.test_mup import WIDE
 from tests.slow import slow
-from tests.tiny import TINY
+from tests.tiny import EXPERTS, TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -23,22 +23,21 @@ TOLERANCE = 1e-5
 STEPS = 2
 
 LATENT = {
-    "model.kv_lora_rank": 8,
-    "model.head_dim": 6,
-    "model.qk_rope_head_dim": 2,
-    "model.v_head_dim": 4,
-    "model.num_kv_heads": 4,
+    "model.layers.mixer": LatentAttention(
+        num_heads=4, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4, kv_lora_rank=8
+    ),
     "model.mup.base_head_dim": None,
 }
 FOUR = {"model.num_layers": 4}
-EXPERTS = {"model.num_experts": 4, "model.num_shared_experts": 1}
+FEED_FORWARD = "model.layers.feed_forward"
+SHARED = {FEED_FORWARD: EXPERTS, f"{FEED_FORWARD}.num_shared_experts": 1}
 
 CASES = [
     slow("data=2,tensor=2", {}),
     slow("pipeline=2,num_microbatches=2,zero=1,tensor=2", FOUR | {"optimizer.name": "muon"}),
     slow("pipeline=2,num_microbatches=2,layers_per_stage=3,1", FOUR),
     slow("data=2,sequence=2,zero=2,layer_loop=unroll", {"model.tie_embeddings": True}),
-    slow("data=2,expert=2,tensor=2", EXPERTS | {"optimizer.name": "lion"}),
+    slow("data=2,expert=2,tensor=2", SHARED | {"optimizer.name": "lion"}),
     slow("data=2,tensor=2", {"optimizer.name": "adafactor"}),
     slow("data=2,tensor=2", {"lora.rank": 3}),
     slow("data=2,tensor=2", LATENT),

@@ -10,6 +10,7 @@ from jaxpar.step.state import abstract_state
 from jaxpar.step.train_step import make_gradient_step
 from jaxpar.verification import traces
 from tests.meshes.float8_traces import on_mesh
+from tests.tiny import EXPERTS
 
 COMPUTE = {"compute__matmul_dtype": "compute"}
 
@@ -27,9 +28,9 @@ COMPUTE = {"compute__matmul_dtype": "compute"}
         ("data=2", COMPUTE | {"compute__dtype": "float16"}, "written"),
         ("tensor=2", COMPUTE, "written"),
         ("data=2", COMPUTE | {"lora__rank": 2}, "written"),
-        ("data=2", COMPUTE | {"model__activation": "gelu"}, "written"),
-        ("data=2", COMPUTE | {"model__qkv_bias": True}, "written"),
-        ("data=2", COMPUTE | {"model__num_experts": 4}, "written"),
+        ("data=2", COMPUTE | {"model__layers__feed_forward__activation": "gelu"}, "written"),
+        ("data=2", COMPUTE | {"model__layers__mixer__bias": True}, "written"),
+        ("data=2", COMPUTE | {"model__layers__feed_forward": EXPERTS}, "written"),
     ],
     ids=[
         *("float8", "float8, sequence", "float8, by row", "float8, tensor", "float8, adapters"),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxpar import Loss, Probe, load_config
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import Config, ConfigError, Glu, Layer, replace
 from jaxpar.config.metrics import metric_of
 from jaxpar.config.validate import resolve
 from jaxpar.model.parameters import specs_of
@@ -29,7 +29,8 @@ from jaxpar.verification import traces
 from jaxpar.verification.meshes import parse_meshes
 from jaxpar.verification.small_config import steady
 from tests.slow import slow
-from tests.tiny import TINY
+from tests.tiny import ATTENTION, TINY
+from tests.tiny import EXPERTS as ROUTED
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -125,13 +126,15 @@ ROUTERS = Probe(name="router", point="router", reduce="mean", value=likeliest)
 EXPERTS = replace(
     BASE,
     **{
-        "model.num_experts": 4,
-        "model.d_ff": 12,
+        "model.layers.feed_forward": ROUTED,
+        "model.layers.feed_forward.expert": Glu(12),
         "train.probes": (*PROBES, ROUTERS),
         "train.loss": OfSources(),
         "train.balance_loss": 0.1,
     },
 )
+DENSE = Layer("dense_layers", ATTENTION, Glu(12))
+DENSE_FIRST = replace(EXPERTS, **{"model.layers": [DENSE, *EXPERTS.model.layers[1:]]})
 FOUR_LAYERS = replace(BASE, **{"model.num_layers": 4})
 
 MESHES = [
@@ -144,9 +147,9 @@ MESHES = [
     slow("expert=2,data=2", EXPERTS),
     slow("expert=2,pipeline=2", EXPERTS),
     slow("data=2,sequence=2", EXPERTS),
-    slow("pipeline=2,layer_loop=unroll", replace(EXPERTS, **{"model.dense_layers": 1})),
+    slow("pipeline=2,layer_loop=unroll", DENSE_FIRST),
     slow("data=2,tensor=2", replace(BASE, **{"model.mtp_depth": 1})),
-    slow("data=2,tensor=2", replace(BASE, **{"model.parallel_block": True})),
+    slow("data=2,tensor=2", replace(BASE, **{"model.layers.parallel": "own_norms"})),
 ]
 
 

@@ -24,7 +24,7 @@ from jaxpar.verification.small_config import steady
 from tests import weights
 from tests.meshes.test_experts import compare
 from tests.slow import slow
-from tests.tiny import TINY
+from tests.tiny import EXPERTS, TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -32,7 +32,7 @@ TOLERANCE = 1e-5
 
 BASE = replace(TINY, **{"dpo.beta": 0.3, "dpo.label_smoothing": 0.1})
 
-EXPERTS = {"model.num_experts": 4, "model.experts_per_token": 2, "train.balance_loss": 1e-2}
+OF_EXPERTS = {"model.layers.feed_forward": EXPERTS, "train.balance_loss": 1e-2}
 SOFTCAP = {"model.logits_softcap": 5.0, "model.tie_embeddings": True}
 LORA = {"lora.rank": 2}
 
@@ -47,7 +47,7 @@ CASES = [
     slow("pipeline=2,num_microbatches=2,schedule=gpipe,tensor=2", SOFTCAP),
     slow("pipeline=2,num_microbatches=2,virtual_stages=1,tensor=2,sequence=2", LORA),
     slow("data=2,tensor=2,layer_loop=unroll,row_groups=2", LORA),
-    slow("expert=2,sequence=2,num_microbatches=2,layer_loop=unroll", EXPERTS),
+    slow("expert=2,sequence=2,num_microbatches=2,layer_loop=unroll", OF_EXPERTS),
 ]
 
 

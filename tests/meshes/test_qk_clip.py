@@ -19,7 +19,7 @@ from jaxpar.verification import distances, small_config, traces
 from jaxpar.verification.meshes import parse_meshes
 from jaxpar.verification.traces import max_segments
 from tests import weights
-from tests.meshes.test_latent_attention import DENSE, EXPERTS, NO_QUERY_LATENT, V3
+from tests.meshes.test_latent_attention import DENSE, NO_QUERY_LATENT, V3
 from tests.slow import slow
 from tests.tiny import TINY
 
@@ -31,6 +31,7 @@ BASE = replace(small_config.steady(TINY), **{"optimizer.learning_rate": 1e-2})
 
 MUON = {"optimizer.name": "muon"}
 FOUR = {"model.num_layers": 4}
+BIAS = {"model.layers.mixer.bias": True}
 #: A composed model with layers of two names, and one that comes before those that repeat.
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 LOCAL = Layer("local", Attention(**SIZES, window=5), Glu(24))
@@ -44,17 +45,17 @@ def composed(*layers: Layer) -> dict:
 
 
 NAMED = composed(*[LOCAL, WIDE] * 4)
-DEEPSEEK = V3 | DENSE | EXPERTS | {"parallel.layer_loop": "unroll"}
+DEEPSEEK = DENSE | {"parallel.layer_loop": "unroll"}
 
 CASES = [
     ("sequence=2,tensor=2,context=ring", {}),
     slow("pipeline=2,num_microbatches=2,sequence=2,tensor=2,layer_loop=unroll", MUON),
     ("pipeline=2,num_microbatches=2,virtual_stages=2", NAMED),
     slow("data=2,tensor=2,layer_loop=unroll", composed(FIRST, *[LOCAL, WIDE] * 2)),
-    slow("data=1", {"model.qkv_bias": True}),
-    slow("sequence=4,context=ring", {"model.sliding_window": 9}),
+    slow("data=1", BIAS),
+    slow("sequence=4,context=ring", {"model.layers.mixer.window": 9}),
     slow("sequence=2,tensor=2,context=ulysses", {"data.document_mask": False}),
-    slow("data=2,num_microbatches=2,zero=2,layer_loop=unroll", {"model.qkv_bias": True}),
+    slow("data=2,num_microbatches=2,zero=2,layer_loop=unroll", BIAS),
     slow("data=2,tensor=2,row_groups=2,layer_loop=unroll", MUON),
     slow("replica=2,data=2,num_microbatches=2,zero=1,layer_loop=unroll", {}),
     slow("pipeline=2,num_microbatches=4,zero=1,schedule=zero_bubble,layer_loop=unroll", FOUR),
@@ -105,7 +106,9 @@ def test_steps(mesh, values, devices):
     assert measured["clipped_heads"] == largest.size // 2
 
 
-@pytest.mark.parametrize("values", [{}, {"model.num_kv_heads": 4}, V3, V3 | NO_QUERY_LATENT])
+@pytest.mark.parametrize(
+    "values", [{}, {"model.layers.mixer.num_kv_heads": 4}, V3, V3 | NO_QUERY_LATENT]
+)
 def test_a_clipped_head_has_the_limit_as_its_largest_logit(values):
     """And other heads keep theirs, though they share keys. Without biases, of the same batch."""
     cfg = limited(values | {"model.num_layers": 1})

@@ -9,7 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.config import Config, replace
+from jaxpar.components.experts import experts_in
+from jaxpar.config import Config, Experts, Glu, Layer, replace
+from jaxpar.config.layout.composition import model_of
 from jaxpar.config.validate import resolve
 from jaxpar.monitoring.routing import in_text_order
 from jaxpar.parallel.context import token_order
@@ -20,13 +22,17 @@ from jaxpar.verification import traces
 from jaxpar.verification.meshes import parse_meshes
 from tests.meshes.test_experts import DEEPSEEK
 from tests.slow import slow
+from tests.tiny import ATTENTION
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 #: Three layers of which one is dense, so that indices of layers count.
 WITH_DENSE = replace(
     DEEPSEEK,
-    **{"model.num_layers": 3, "model.dense_layers": 1, "parallel.layer_loop": "unroll"},
+    **{
+        "model.layers": [Layer("dense_layers", ATTENTION, Glu(12)), *DEEPSEEK.model.layers],
+        "parallel.layer_loop": "unroll",
+    },
 )
 
 MORE_MESHES = """
@@ -87,12 +93,16 @@ def alone(cfg: Config) -> Step:
     return first_step("data=1", cfg)
 
 
+def routed_in(cfg: Config) -> tuple[Experts, ...]:
+    return experts_in(model_of(cfg.model))
+
+
 def other_routing(cfg: Config) -> np.ndarray:
     """Random experts, which no router would choose."""
-    m, rng = cfg.model, np.random.default_rng(0)
-    tokens = cfg.train.global_batch_size, cfg.data.seq_len, m.num_layers - m.dense_layers
-    drawn = rng.random((*tokens, m.num_experts)).argsort(axis=-1)
-    return drawn[..., : m.experts_per_token].astype(np.uint8)
+    routed, rng = routed_in(cfg), np.random.default_rng(0)
+    tokens = cfg.train.global_batch_size, cfg.data.seq_len, len(routed)
+    drawn = rng.random((*tokens, routed[0].num_experts)).argsort(axis=-1)
+    return drawn[..., : routed[0].experts_per_token].astype(np.uint8)
 
 
 @functools.cache
@@ -101,7 +111,7 @@ def other_alone(cfg: Config) -> Step:
 
 
 def loads_of(routing: np.ndarray, cfg: Config) -> np.ndarray:
-    count = functools.partial(np.bincount, minlength=cfg.model.num_experts)
+    count = functools.partial(np.bincount, minlength=routed_in(cfg)[0].num_experts)
     return np.stack([count(of_layer.ravel()) for of_layer in np.moveaxis(routing, 2, 0)])
 
 

@@ -1,126 +1,113 @@
 """Layers of several kinds, some of them recurrent: the plain model's loss and gradients on every
 mesh. Documents begin anywhere, and chunks divide neither them nor the sequence."""
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 import pytest
 
-from jaxpar.config import replace
+from jaxpar.config import (
+    Config,
+    Experts,
+    GatedDeltaNet,
+    KimiDeltaAttention,
+    LatentAttention,
+    Layer,
+    Mamba2,
+    Mlp,
+    QkNorm,
+    Rope,
+    Router,
+    replace,
+)
 from tests.meshes.test_expert_metrics import measured, rows_of_plain_model
 from tests.meshes.test_experts import compare
 from tests.slow import slow_but
-from tests.tiny import TINY
+from tests.tiny import ATTENTION, EXPERTS, GLU, TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-#: One period of two kinds, with more value heads than key heads. The norm after a recurrence
-#: divides by the length of what it returned, often near 0 in so small a model: with an eps of 1e-5,
-#: two orders of the same sums differ by 1.6e-5 on one device.
-DELTA_NET = replace(
-    TINY,
-    **{
-        "model.layer_pattern": "G*",
-        "model.linear_num_key_heads": 2,
-        "model.linear_num_value_heads": 4,
-        "model.linear_key_head_dim": 4,
-        "model.linear_value_head_dim": 6,
-        "model.recurrent_chunk": 5,
-        "model.norm_eps": 1e-2,
-        "parallel.layer_loop": "unroll",
-    },
+#: The norm after a recurrence divides by the length of what it returned, often near 0 in so small a
+#: model: with an eps of 1e-5, two orders of the same sums differ by 1.6e-5 on one device.
+EPS = 1e-2
+
+
+def composed(*layers: Layer, **more: Any) -> Config:
+    unrolled = {"model.norm_eps": EPS, "parallel.layer_loop": "unroll"}
+    return replace(TINY, **{"model.layers": layers} | unrolled | more)
+
+
+#: One period of two kinds, with more value heads than key heads.
+DELTA = GatedDeltaNet(
+    num_key_heads=2, num_value_heads=4, key_head_dim=4, value_head_dim=6, chunk=5, norm_eps=EPS
 )
+DELTA_NET = composed(Layer("delta_layers", DELTA, GLU), Layer("layers", ATTENTION, GLU))
 
 #: What else Qwen3-Next has.
+SHARED = dataclasses.replace(EXPERTS, num_shared_experts=1)
 QWEN3_NEXT = replace(
     DELTA_NET,
     **{
-        "model.attention_gate": True,
+        "model.layers.mixer": dataclasses.replace(
+            ATTENTION, gate=True, qk_norm=QkNorm(), rope=Rope(fraction=0.5)
+        ),
+        "model.*.feed_forward": dataclasses.replace(SHARED, shared_expert_gate=True),
         "model.norm_offset": True,
-        "model.qk_norm": True,
-        "model.rope_fraction": 0.5,
-        "model.num_experts": 4,
-        "model.num_shared_experts": 1,
-        "model.shared_expert_gate": True,
     },
 )
 
 #: Layers of one branch, as in Nemotron-H, without positions in attention.
-NEMOTRON_H = replace(
-    TINY,
-    **{
-        "model.layer_pattern": "M-*-",
-        "model.num_layers": 4,
-        "model.mamba_num_heads": 4,
-        "model.mamba_head_dim": 6,
-        "model.mamba_state_size": 4,
-        "model.mamba_num_groups": 2,
-        "model.mamba_min_step": 0.02,
-        "model.recurrent_chunk": 5,
-        "model.norm_eps": 1e-2,
-        "model.rope_fraction": 0.0,
-        "model.mlp_gate": False,
-        "model.activation": "relu_squared",
-        "parallel.layer_loop": "unroll",
-    },
+MAMBA = Layer(
+    "mamba_layers",
+    Mamba2(
+        num_heads=4, head_dim=6, state_size=4, num_groups=2, min_step=0.02, chunk=5, norm_eps=EPS
+    ),
+    None,
 )
+SQUARED = Mlp(24, "relu_squared")
+MLP = Layer("mlp_layers", None, SQUARED)
+ATTENDS = Layer("layers", dataclasses.replace(ATTENTION, rope=None), None)
+NEMOTRON_H = composed(MAMBA, MLP, ATTENDS, MLP)
 
 #: Norms of inputs in recurrent layers, and of outputs in the others; rates of up to 2.
-OLMO_HYBRID = replace(
-    DELTA_NET,
-    **{
-        "model.layer_pattern": "GG*",
-        "model.num_layers": 3,
-        "model.num_kv_heads": 4,
-        "model.qk_norm": True,
-        "model.qk_norm_over": "all",
-        "model.pre_norms": False,
-        "model.post_norms": True,
-        "model.recurrent_norms": "before",
-        "model.linear_allow_neg_eigval": True,
-        "model.linear_norm_eps": 3e-2,
-        "model.rope_fraction": 0.0,
-    },
+REVERSING = dataclasses.replace(DELTA, allow_neg_eigval=True, norm_eps=3e-2)
+NORMED = dataclasses.replace(ATTENDS.mixer, num_kv_heads=4, qk_norm=QkNorm(over="all"))
+OLMO_HYBRID = composed(
+    *[Layer("delta_layers", REVERSING, GLU)] * 2, Layer("layers", NORMED, GLU, norms="after")
 )
 
 #: Kimi Delta Attention, whose first layer is dense, and latent attention without positions.
-KIMI_LINEAR = replace(
-    DELTA_NET,
-    **{
-        "model.layer_pattern": "kK*",
-        "model.num_layers": 3,
-        "model.num_kv_heads": 4,
-        "model.head_dim": 8,
-        "model.kv_lora_rank": 8,
-        "model.qk_rope_head_dim": 4,
-        "model.v_head_dim": 6,
-        "model.rope_fraction": 0.0,
-        "model.linear_num_key_heads": 4,
-        "model.linear_value_head_dim": 8,
-        "model.num_experts": 4,
-        "model.num_shared_experts": 1,
-        "model.dense_d_ff": 24,
-        "model.router_score": "sigmoid",
-        "model.router_bias": True,
-        "model.router_scale": 2.5,
-    },
+KDA = KimiDeltaAttention(num_heads=4, key_head_dim=4, value_head_dim=8, chunk=5, norm_eps=EPS)
+LATENT = LatentAttention(
+    num_heads=4,
+    qk_nope_head_dim=4,
+    qk_rope_head_dim=4,
+    v_head_dim=6,
+    kv_lora_rank=8,
+    rope=None,
+)
+BY_SIGMOID = Router(score="sigmoid", balancing_bias=True, scale=2.5)
+ROUTED = dataclasses.replace(SHARED, router=BY_SIGMOID)
+KIMI_LINEAR = composed(
+    Layer("kda_dense_layers", KDA, GLU),
+    Layer("kda_layers", KDA, ROUTED),
+    Layer("layers", LATENT, ROUTED),
 )
 
 #: The same with experts of two matrices, and in one layer a dense feed-forward.
-NEMOTRON_3 = replace(
-    NEMOTRON_H,
-    **{
-        "model.layer_pattern": "ME*E-",
-        "model.num_layers": 5,
-        "model.num_experts": 4,
-        "model.num_shared_experts": 2,
-        "model.router_score": "sigmoid",
-        "model.router_bias": True,
-        "model.router_groups": 2,
-        "model.router_groups_per_token": 1,
-        "model.router_scale": 2.5,
-        "model.dense_d_ff": 24,
-        "train.balance_loss": 1e-2,
-    },
+MOE = Layer(
+    "moe_layers",
+    None,
+    Experts(
+        expert=SQUARED,
+        num_experts=4,
+        experts_per_token=2,
+        router=dataclasses.replace(BY_SIGMOID, groups=2),
+        num_shared_experts=2,
+    ),
 )
+NEMOTRON_3 = composed(MAMBA, MOE, ATTENDS, MOE, MLP, **{"train.balance_loss": 1e-2})
 
 #: Four layers, for stages and for groups of layers.
 DEEPER = replace(DELTA_NET, **{"model.num_layers": 4})
@@ -279,7 +266,10 @@ def test_olmo_hybrid(mesh, devices):
     ("cfg", "mesh"),
     [
         (NEMOTRON_3, "expert=2,tensor=2"),
-        (replace(QWEN3_NEXT, **{"model.router_bias": True}), "data=2,layer_loop=scan"),
+        (
+            replace(QWEN3_NEXT, **{"model.*.feed_forward.router.balancing_bias": True}),
+            "data=2,layer_loop=scan",
+        ),
     ],
     ids=["nemotron_3", "two_stacks"],
 )

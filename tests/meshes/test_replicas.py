@@ -22,7 +22,7 @@ from jaxpar.verification import small_config, traces
 from jaxpar.verification.meshes import parse_meshes
 from tests.checkpoint.test_checkpoint import assert_same_bits, write_dataset
 from tests.slow import slow
-from tests.tiny import TINY
+from tests.tiny import EXPERTS, TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -37,8 +37,6 @@ SGD = {
     "optimizer.schedule": "constant",
     "optimizer.learning_rate": 1.0,
 }
-
-EXPERTS = {"model.num_experts": 4, "model.experts_per_token": 2}
 
 
 def on_mesh(mesh: str, method: str, devices, **fields: Any) -> tuple[Config, jax.sharding.Mesh]:
@@ -63,7 +61,7 @@ def logical_errors(state: Any, cfg: Config) -> dict[str, np.ndarray]:
         ("replica=2,data=2,zero=2", "int8", {}),
         slow("replica=2,data=2,num_microbatches=2,zero=2", "int8", {}),
         slow("replica=2,data=2,tensor=2", "top_k", {"compute.dtype": "float16"}),
-        slow("replica=2,data=2,expert=2", "int8", EXPERTS),
+        slow("replica=2,data=2,expert=2", "int8", {"model.layers.feed_forward": EXPERTS}),
         slow("replica=4,sequence=2,num_microbatches=2,zero=1", "top_k", {}),
         slow("pipeline=2,replica=2,num_microbatches=2,layer_loop=unroll", "top_k", {}),
         slow("pipeline=2,replica=2,num_microbatches=4,virtual_stages=2,zero=1", "int8", {}),

@@ -1,67 +1,80 @@
 """Every kind of rotary embedding: the plain model's loss and gradients on every mesh."""
 
+import dataclasses
+import itertools
 import math
+from typing import Any
 
 import pytest
 
-from jaxpar.config import RopeScaling, replace
+from jaxpar.config import Layer, QkNorm, Rope, RopeScaling, replace
 from jaxpar.config.validate import check, resolve
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.verification import distances, small_config, traces
 from jaxpar.verification.meshes import parse_meshes
 from tests import weights
 from tests.slow import slow
-from tests.tiny import TINY
+from tests.tiny import ATTENTION, GLU, TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 TOLERANCE = 1e-5
 
-BASE = replace(
-    TINY, **{"model.num_layers": 4, "model.head_dim": 8, "parallel.layer_loop": "unroll"}
-)
+BASE = replace(TINY, **{"parallel.layer_loop": "unroll"})
 
-YARN = {
-    "model.rope_scaling": RopeScaling(
+
+def layer(name: str, rope: Rope | None, **attention: Any) -> Layer:
+    of = {"rope": rope, "head_dim": 8} | attention
+    return Layer(name, dataclasses.replace(ATTENTION, **of), GLU)
+
+
+YARN = Rope(
+    theta=1e3,
+    scaling=RopeScaling(
         kind="yarn", factor=4.0, original_max_position=16, beta_fast=2.0, beta_slow=0.1
     ),
-    "model.rope_theta": 1e3,
-}
+)
 #: The shards of a sequence are shorter than the original context, the sequence is longer.
-LONGROPE = {
-    "model.rope_scaling": RopeScaling(
+LONGROPE = Rope(
+    fraction=0.5,
+    scaling=RopeScaling(
         kind="longrope",
         factor=4.0,
         original_max_position=20,
         short_factors="1,1",
         long_factors="1.5,4",
     ),
-    "model.rope_fraction": 0.5,
-}
-NOPE = {"model.nope_every": 2, "model.rope_layout": "interleaved", "model.rope_fraction": 0.75}
-KINDS = {
-    "model.global_every": 2,
-    "model.sliding_window": 5,
-    "model.nope_every": 4,
-    "model.local_rope_theta": 100.0,
-    "model.local_rope_scaling": False,
-}
+)
+PARTLY = Rope(layout="interleaved", fraction=0.75)
+
+
+def with_nope(rope: Rope, **attention: Any) -> list[Layer]:
+    return [layer("layers", rope, **attention), layer("nope_layers", None, **attention)]
+
+
+LOCAL = layer("local_layers", Rope(theta=100.0), window=5)
+WIDE, NOPE = with_nope(YARN)
+KINDS = [LOCAL, WIDE, LOCAL, NOPE]
+NEIGHBORS = {"layout": "interleaved"}
 
 #: Quicker for layers of two kinds in stages: Gemma 2 in test_families.py.
 CASES = [
-    slow("pipeline=2,num_microbatches=2,zero=1", NOPE),
-    ("data=2,sequence=2,tensor=2", YARN | KINDS),
-    slow("sequence=2,context=ring", LONGROPE),
-    slow("sequence=2,context=ulysses", LONGROPE | NOPE | {"model.rope_fraction": 0.5}),
-    slow("data=2,tensor=2,row_groups=2", NOPE | {"model.qk_norm": True}),
-    slow("data=2,tensor=2,layer_loop=scan", YARN | {"model.rope_layout": "interleaved"}),
-    slow("pipeline=2,num_microbatches=2,virtual_stages=2,zero=1", NOPE | {"model.num_layers": 8}),
+    slow("pipeline=2,num_microbatches=2,zero=1", with_nope(PARTLY) * 2),
+    ("data=2,sequence=2,tensor=2", KINDS),
+    slow("sequence=2,context=ring", [layer("layers", LONGROPE)] * 4),
+    slow("sequence=2,context=ulysses", with_nope(dataclasses.replace(LONGROPE, **NEIGHBORS)) * 2),
+    slow("data=2,tensor=2,row_groups=2", with_nope(PARTLY, qk_norm=QkNorm()) * 2),
+    slow(
+        "data=2,tensor=2,layer_loop=scan",
+        [layer("layers", dataclasses.replace(YARN, **NEIGHBORS))] * 4,
+    ),
+    slow("pipeline=2,num_microbatches=2,virtual_stages=2,zero=1", with_nope(PARTLY) * 4),
 ]
 
 
-@pytest.mark.parametrize(("mesh", "values"), CASES)
-def test_gradients(mesh, values, devices):
-    cfg = replace(BASE, **values)
+@pytest.mark.parametrize(("mesh", "layers"), CASES)
+def test_gradients(mesh, layers, devices):
+    cfg = replace(BASE, **{"model.layers": layers})
     parallel = parse_meshes([mesh], cfg.parallel)[mesh]
     n = math.prod(axis_sizes(parallel))
     on_mesh = resolve(replace(cfg, parallel=parallel), n)
@@ -71,11 +84,18 @@ def test_gradients(mesh, values, devices):
     assert not distances.compare(found, wanted, TOLERANCE).mismatches()
 
 
-@pytest.mark.parametrize("values", [YARN | KINDS, LONGROPE, NOPE], ids=["yarn", "longrope", "nope"])
-def test_shrinking_keeps_the_kind(values):
+@pytest.mark.parametrize(
+    "layers",
+    [KINDS, [layer("layers", LONGROPE)] * 4, with_nope(PARTLY, head_dim=16) * 2],
+    ids=["yarn", "longrope", "nope"],
+)
+def test_shrinking_keeps_the_kind(layers):
     meshes = list(parse_meshes(["pipeline=2,num_microbatches=2"], BASE.parallel).values())
-    large = {"model.head_dim": 16 if values is NOPE else 8, "data.seq_len": 256}
-    small = small_config.shrink(replace(BASE, **values | large), meshes)
+    large = replace(BASE, **{"model.layers": layers, "data.seq_len": 256})
+    small = small_config.shrink(large, meshes)
     check(replace(small, **{"parallel.layer_loop": "unroll"}))
-    assert small.model.nope_every == values.get("model.nope_every", 0)
-    assert small.model.num_layers % 2 == 0
+    period, found = large.model.layers, small.model.layers
+    assert len(found) % 2 == 0
+    for layer_of, now in zip(itertools.cycle(period), found, strict=False):
+        assert now.name == layer_of.name
+        assert (now.mixer.rope is None) == (layer_of.mixer.rope is None)

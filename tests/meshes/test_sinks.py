@@ -1,50 +1,63 @@
 """Attention sinks: the plain model's loss and gradients on every mesh, those of the sinks too."""
 
+import dataclasses
 import functools
 import math
 
 import numpy as np
 import pytest
 
-from jaxpar.config import Config, replace
+from jaxpar.config import (
+    ClampedSwiglu,
+    Config,
+    Experts,
+    Glu,
+    Layer,
+    RopeScaling,
+    Router,
+    replace,
+)
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.verification import distances, traces
 from jaxpar.verification.meshes import parse_meshes
 from tests import weights
 from tests.slow import slow
-from tests.tiny import TINY
+from tests.tiny import ATTENTION, GLU, TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 TOLERANCE = 1e-5
 
-BASE = replace(TINY, **{"model.attention_sinks": True})
+BASE = replace(TINY, **{"model.layers.mixer.sinks": True})
 
 #: gpt-oss's layers: every second one has a window.
+SINKS = dataclasses.replace(ATTENTION, sinks=True)
 WINDOWS = {
-    "model.global_every": 2,
-    "model.sliding_window": 5,
+    "model.layers": [
+        Layer("local_layers", dataclasses.replace(SINKS, window=5), GLU),
+        Layer("layers", SINKS, GLU),
+    ]
+    * 2,
     "parallel.layer_loop": "unroll",
-    "model.num_layers": 4,
 }
 GPT_OSS = WINDOWS | {
-    "model.num_experts": 4,
-    "model.experts_per_token": 2,
-    "model.expert_bias": True,
-    "model.router_linear_bias": True,
-    "model.activation": "clamped_swiglu",
-    "model.swiglu_limit": 1.0,
-    "model.qkv_bias": True,
-    "model.out_bias": True,
-    "model.rope_scaling.kind": "yarn",
-    "model.rope_scaling.original_max_position": 16,
-    "model.rope_scaling.truncate": False,
+    "model.*.feed_forward": Experts(
+        expert=Glu(24, ClampedSwiglu(limit=1.0), bias=True),
+        num_experts=4,
+        experts_per_token=2,
+        router=Router(linear_bias=True),
+    ),
+    "model.*.mixer.bias": True,
+    "model.*.mixer.out_bias": True,
+    "model.*.mixer.rope.scaling": RopeScaling(
+        kind="yarn", original_max_position=16, truncate=False
+    ),
     "train.balance_loss": 1e-2,
 }
 CASES = [
     ("data=2,sequence=2,tensor=2,context=ring", {}),
-    slow("sequence=2,tensor=2,context=ulysses,zero=1", {"model.num_kv_heads": 4}),
+    slow("sequence=2,tensor=2,context=ulysses,zero=1", {"model.layers.mixer.num_kv_heads": 4}),
     slow("data=2,sequence=2,tensor=2", {}),
     slow("sequence=4,context=ulysses", {"parallel.remat": "none"}),
     slow("sequence=4,context=ring", {"parallel.remat": "attn_out", "data.document_mask": False}),
@@ -72,7 +85,8 @@ def test_gradients(mesh, values, devices):
     n = math.prod(axis_sizes(parallel))
     on_mesh = resolve(replace(cfg, parallel=parallel), n)
     batch, wanted = reference_of(replace(cfg, **{"parallel.row_groups": 1}))
-    sinks = wanted.gradients["layers/sinks"]
-    assert np.abs(sinks).max() > 1e-3 * max(np.abs(g).max() for g in wanted.gradients.values())
+    largest = {name: np.abs(g).max() for name, g in wanted.gradients.items()}
+    for name in {layer.name for layer in cfg.model.layers}:
+        assert largest[f"{name}/sinks"] > 1e-3 * max(largest.values())
     found = weights.first_gradients(on_mesh, make_mesh(parallel, devices[:n]), batch)
     assert not distances.compare(found, wanted, TOLERANCE).mismatches()

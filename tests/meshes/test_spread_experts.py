@@ -15,12 +15,13 @@ from tests.meshes.test_experts import (
     drawn_biases,  # noqa: F401
 )
 from tests.slow import slow
+from tests.tiny import GLU
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 SPREAD = "tensor=2,expert_tensor=1"
 
-HEADS = {"model.num_heads": 4, "model.num_kv_heads": 4}
+HEADS = {"model.layers.mixer.num_kv_heads": 4}
 
 MESHES = [
     (f"expert=2,{SPREAD}", DEEPSEEK),
@@ -76,7 +77,7 @@ def test_a_device_has_whole_experts():
         ({"parallel.expert_tensor": 2}, "parallel.expert_tensor"),
         ({"parallel.tensor": 4, "parallel.expert_tensor": 2}, "parallel.expert_tensor"),
         ({"parallel.tensor": 2, "parallel.expert_tensor": 1, "parallel.expert": 4}, "num_experts"),
-        ({"model.num_experts": 0, "parallel.expert_tensor": 1}, "needs experts"),
+        ({"model.layers.feed_forward": GLU, "parallel.expert_tensor": 1}, "needs experts"),
     ],
 )
 def test_bad_values_are_one_error(values, said):

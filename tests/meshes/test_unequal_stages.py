@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.config import Config, replace
+from jaxpar.config import Config, Layer, QkNorm, replace
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.sharding.params import flat
@@ -20,7 +20,7 @@ from jaxpar.verification.meshes import num_devices, parse_meshes
 from tests import weights
 from tests.parallel.test_pipeline_branches import chosen_by_stage, equations
 from tests.slow import slow
-from tests.tiny import TINY
+from tests.tiny import EXPERTS, GLU, TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -32,8 +32,7 @@ BASE = replace(
     TINY,
     **{
         "model.num_layers": 7,
-        "model.qk_norm": True,
-        "model.qk_norm_over": "all",
+        "model.layers.mixer.qk_norm": QkNorm(over="all"),
         "optimizer.clip_norm": 0.5,
     },
 )
@@ -66,11 +65,18 @@ pipeline=4,num_microbatches=2,remat_group=2
 pipeline=2,num_microbatches=2,remat=offload,layer_loop=unroll
 """.split()
 
+WIDE, *_ = BASE.model.layers
+LOCAL = Layer("local_layers", dataclasses.replace(WIDE.mixer, window=5), GLU)
+
 VARIANTS = {
     "adapters": {"lora.rank": 2},
-    "experts": {"model.num_experts": 4},
-    "two kinds of layers": {"model.global_every": 2, "model.sliding_window": 5},
-    "tied": {"model.tie_embeddings": True, "model.qkv_bias": True, "model.qk_norm_over": "head"},
+    "experts": {"model.layers.feed_forward": EXPERTS},
+    "two kinds of layers": {"model.layers": [LOCAL, *[WIDE, LOCAL] * 3]},
+    "tied": {
+        "model.tie_embeddings": True,
+        "model.layers.mixer.bias": True,
+        "model.layers.mixer.qk_norm": QkNorm(),
+    },
 }
 
 
