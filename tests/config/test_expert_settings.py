@@ -90,8 +90,14 @@ CASES = [
         "lora.targets = 'gate_proj': must be names from q_proj, .*; experts have no adapters",
     ),
     ({"parallel.expert": 0}, "parallel.expert = 0: must be at least 1"),
-    ({"parallel.expert": 3, f"{FF}.num_experts": 6}, "d_model = 16: must be divisible by parallel.expert = 3"),
-    ({"parallel.expert": 4, "train.global_batch_size": 6}, "batch_size = 6: must be divisible by p"),
+    (
+        {"parallel.expert": 3, f"{FF}.num_experts": 6},
+        "d_model = 16: must be divisible by parallel.expert = 3",
+    ),
+    (
+        {"parallel.expert": 4, "train.global_batch_size": 6},
+        "batch_size = 6: must be divisible by p",
+    ),
     ({"parallel.expert": 8}, r"num_experts = 4: must be divisible by parallel\.expert = 8"),
     ({f"{FF}.expert.d_ff": 13, "parallel.tensor": 2}, "d_ff = 13: must be divisible by parallel.t"),
     (NO_EXPERTS | {"train.router_z_loss": 0.1}, "router_z_loss = 0.1: needs experts, but no lay"),
