@@ -254,7 +254,9 @@ def test_a_bad_config_is_refused_and_every_fix_works(text, devices, field, rule)
 
 @pytest.mark.parametrize("number", [0, -1])
 def test_a_model_without_layers_is_refused(number):
-    said = r"= -?\d: must be at least 1, for the layers layers x 4\. Fix: use --model.num-layers 1"
+    said = (
+        r"= -?\d: must be at least 1, for the layers layers x 4\. Fix: use --model.num-layers [14]"
+    )
     with pytest.raises(ConfigError, match=said):
         replace(BASE, **{"model.num_layers": number})
 
