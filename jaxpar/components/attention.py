@@ -10,7 +10,7 @@ from jaxpar.components.component import Component, Mixer, NormForm
 from jaxpar.components.costs import Heads, Widths
 from jaxpar.components.dims import DimRule, SmallSizes, smaller
 from jaxpar.components.model import Model
-from jaxpar.components.ranges import Count, Range, Reals, Size
+from jaxpar.components.ranges import Count, NotNegative, Range, Reals, Size
 from jaxpar.components.rope import Rope
 from jaxpar.components.weight import Weight, matrix, vector
 
@@ -30,7 +30,7 @@ class QkNorm(Component):
 class QueryGrowth(Component):
     """Queries times 1 + beta * log(1 + floor((position + 1) / span)) (Llama 4)."""
 
-    beta: float
+    beta: NotNegative
     span: Count = 8192
 
 

@@ -88,11 +88,12 @@ class Experts(FeedForward):
         E, groups, most = self.num_experts, self.router.groups, self.router.groups_per_token
         rule = f"must be divisible by router.groups = {groups}"
         whole = -(-E // groups) * groups
-        yield DimRule("num_experts", E % groups == 0, rule, (("num_experts", whole),))
+        fixes = (("num_experts", whole), ("router.groups", math.gcd(E, groups)))
+        yield DimRule("num_experts", E % groups == 0, rule, fixes)
         rule = f"must be at most router.groups = {groups}"
         per_token = "router.groups_per_token"
         yield DimRule(per_token, most <= groups, rule, ((per_token, groups),))
-        to_choose = E // groups * most
+        to_choose = whole // groups * most
         rule = f"must be at most {to_choose}, the experts to choose from"
         ok = self.experts_per_token <= to_choose
         yield DimRule("experts_per_token", ok, rule, (("experts_per_token", to_choose),))

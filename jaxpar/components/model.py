@@ -111,6 +111,9 @@ class Layer:
         ok = self.parallel != "one_norm" or self.norms != "after"
         fixes = (("parallel", "own_norms"), ("norms", "before"))
         yield DimRule("parallel", ok, "needs a norm before the branches, not norms = after", fixes)
+        ok = not self.parallel or (self.mixer is not None and self.feed_forward is not None)
+        rule = "needs a mixer and a feed-forward, of which one is None"
+        yield DimRule("parallel", ok, rule, (("parallel", ""),))
         ok = not self.scaled or self.feed_forward is not None
         yield DimRule("scaled", ok, "needs a feed-forward, which is None", (("scaled", False),))
 

@@ -99,6 +99,8 @@ def _of_length(cfg: Config, length: Any) -> Config:
     if times < 1 or rest:
         near = [first + n * each for n in (times, times + 1) if n > 0] or [len(layers)]
         rule = f"must be {f'{first} plus ' if first else ''}a multiple of {each}, for the layers "
+        if times < 1 and not rest:
+            rule = f"must be at least {first + each}, for the layers "
         ways = ", or ".join(flag(LENGTH, number) for number in near)
         raise ConfigError(LENGTH, length, rule + in_words(layers), f"use {ways}")
     return dataclasses.replace(cfg, model=cfg.model.with_layers(with_length(layers, length)))

@@ -234,7 +234,7 @@ def check_layers(layers: Any) -> None:
     by_name: dict[str, Any] = {}
     for layer in layers:
         first = by_name.setdefault(layer.name, layer)
-        if first != layer:
+        if first is not layer and first != layer:
             rule = "is the name of layers that differ: one name, one value"
             raise ConfigError(f"{FIELD}: name", layer.name, rule, "give each its own name")
 
@@ -298,7 +298,9 @@ def with_value(layers: Sequence[Layer], path: str, value: Any) -> tuple[Layer, .
         inner = value if len(keys) == 1 else put(_section(node, keys[0]), keys[1:])
         return dataclasses.replace(node, **{keys[0]: inner})
 
-    return tuple(put(layer, keys) if layer.name == name else layer for layer in layers)
+    # Once for each, so that layers with a NaN are still the same one.
+    made = {id(layer): put(layer, keys) for layer in layers if layer.name == name}
+    return tuple(made.get(id(layer), layer) for layer in layers)
 
 
 def all_paths(layers: Sequence[Layer]) -> list[str]:

@@ -26,6 +26,7 @@ CASES = [
         ["scale = 0.5: replaces the factor of scores that scale_dim = 3 gives"],
     ),
     ("quickstart", f"{MIXER}.scale 0.0", ["scale = 0.0: must be above 0"]),
+    ("quickstart", f"{MIXER}.scale nan", ["scale = nan: must be finite"]),
     ("quickstart", f"{MIXER}.window 1", ["window = 1: must be at least 2"]),
     ("quickstart", f"{MIXER}.chunk 1", ["chunk = 1: must be at least 2"]),
     ("quickstart", f"{MIXER}.chunk 8 {MIXER}.window 8", ["chunk = 8: replaces a sliding window"]),
@@ -69,6 +70,31 @@ CASES = [
     ),
     ("quickstart", "--model.norm-offset True --model.norm layer", ["norm_offset = True: needs"]),
     ("quickstart", "--model.logits-softcap 0.0", ["logits_softcap = 0.0: must be above 0"]),
+    (
+        "nemotron_h_8b",
+        "--model.mlp_layers.parallel one_norm",
+        ["mlp_layers.parallel = 'one_norm': needs a mixer and a feed-forward, of which one is"],
+    ),
+    (
+        "llama4_scout",
+        "--model.global-layers.mixer.growth.beta -0.1",
+        ["growth.beta = -0.1: must not be negative"],
+    ),
+    (
+        "gemma_4/31b",
+        "--model.global-layers.mixer.head-dim 15",
+        ["model.global_layers.mixer.head_dim = 15: must be even"],
+    ),
+    (
+        "gemma_4/31b",
+        "--model.global-layers.mixer.num-kv-heads 3",
+        ["global_layers.mixer.num_heads = 32: must be divisible by num_kv_heads = 3"],
+    ),
+    (
+        "gemma_4/31b",
+        "--model.global-layers.mixer.rope.scaling.kind linear",
+        ["global_layers.mixer.rope.scaling.turning = 0.25: needs kind proportional, not linear"],
+    ),
     ("nemotron_h_8b", "--model.mamba_layers.scaled True", ["scaled = True: needs a feed-forward"]),
     (
         "llama4_scout",

@@ -11,7 +11,7 @@ from jaxpar.config import (
     ComputeConfig,
     Config,
     ConfigError,
-    ModelConfig,
+    Rope,
     RopeScaling,
     command_line,
     config_file,
@@ -22,18 +22,20 @@ from jaxpar.config.explain import errors_of
 from jaxpar.config.fields import field_types, leaf_paths
 from jaxpar.config.serialize import from_json, to_json
 from jaxpar.config.validate import check, resolve
+from tests.config.models import BASE
 
+ROPE = "model.layers.mixer.rope"
 CONFIGS = config_file.known_configs().split(", ")
 
-#: Fields changed in the default config | devices | the field at fault | a part of its rule.
+#: Fields changed in `BASE` | devices | the field at fault | a part of its rule.
 BAD_CONFIGS = """
 # what divides what
-model.num_heads=7 | 1 | model.num_heads | divisible by model.num_kv_heads = 4
-model.num_heads=6 parallel.tensor=4 | 4 | model.num_heads | num_kv_heads = 4
-parallel.tensor=8 | 8 | model.num_kv_heads | divisible by parallel.tensor = 8
-model.num_heads=12 model.num_kv_heads=2 parallel.tensor=4 | 4 | \
-    model.num_kv_heads | parallel.tensor = 4
-model.d_ff=705 parallel.tensor=2 | 2 | model.d_ff | divisible by parallel.tensor = 2
+MIXER.num_heads=7 | 1 | MIXER.num_heads | divisible by num_kv_heads = 4
+MIXER.num_heads=6 parallel.tensor=4 | 4 | MIXER.num_heads | num_kv_heads = 4
+parallel.tensor=8 | 8 | MIXER.num_kv_heads | divisible by parallel.tensor = 8
+MIXER.num_heads=12 MIXER.num_kv_heads=2 parallel.tensor=4 | 4 | \
+    MIXER.num_kv_heads | parallel.tensor = 4
+FORWARD.d_ff=705 parallel.tensor=2 | 2 | FORWARD.d_ff | divisible by parallel.tensor = 2
 model.vocab_size=510 parallel.tensor=4 | 4 | model.vocab_size | parallel.tensor = 4
 model.vocab_size=514 parallel.tensor=2 parallel.pipeline=2 | 4 | \
     model.vocab_size | parallel.tensor * parallel.pipeline = 4
@@ -83,7 +85,7 @@ data.seq_len=1002 parallel.sequence=2 parallel.context=ring | 2 | data.seq_len |
 data.seq_len=1001 parallel.sequence=2 parallel.context=ulysses | 2 | \
     data.seq_len | parallel.sequence = 2
 parallel.tensor=4 parallel.sequence=4 parallel.context=ulysses | 16 | \
-    model.num_heads | = 16, since ulysses
+    MIXER.num_heads | = 16, for ulysses
 model.d_model=4096 train.global_batch_size=48 | 24 | model.d_model | parallel.data = 24
 model.d_model=255 | 2 | model.d_model | divisible by parallel.data = 2
 model.d_model=258 parallel.expert=2 parallel.sequence=2 | 8 | \
@@ -92,7 +94,7 @@ model.d_model=258 parallel.expert=2 parallel.sequence=2 | 8 | \
 parallel.data=3 | 4 | parallel.data | multiply to 3, but there are 4 devices
 parallel.data=2 parallel.tensor=2 | 8 | parallel.data | multiply to 4
 parallel.data=2 parallel.replica=3 | 8 | parallel.data | multiply to 6
-parallel.tensor=3 | 1 | parallel.tensor | multiply to 3, which does not divide 1 device
+parallel.tensor=2 | 1 | parallel.tensor | multiply to 2, which does not divide 1 device
 parallel.replica=3 | 8 | parallel.replica | which does not divide 8 devices
 parallel.replica=8 parallel.expert=4 | 8 | parallel.expert | multiply to 32
 parallel.expert=4 run.cpu_devices=2 | 2 | parallel.expert | multiply to 4
@@ -105,8 +107,7 @@ train.num_steps=0 | 1 | train.num_steps | at least 1
 train.global_batch_size=-4 | 1 | train.global_batch_size | at least 1
 train.log_every=0 | 1 | train.log_every | at least 1
 data.prefetch=0 | 1 | data.prefetch | at least 1
-model.num_layers=0 | 1 | model.num_layers | at least 1
-model.num_kv_heads=0 | 1 | model.num_kv_heads | at least 1
+MIXER.num_kv_heads=0 | 1 | MIXER.num_kv_heads | at least 1
 parallel.tensor=0 | 1 | parallel.tensor | at least 1
 parallel.num_microbatches=-1 | 1 | parallel.num_microbatches | at least 1
 checkpoint.keep=0 | 1 | checkpoint.keep | at least 1
@@ -140,36 +141,36 @@ optimizer.min_lr_ratio=1.5 | 1 | optimizer.min_lr_ratio | must be from 0 to 1
 optimizer.min_lr_ratio=nan | 1 | optimizer.min_lr_ratio | finite
 train.z_loss=-inf | 1 | train.z_loss | finite
 model.norm_eps=0 | 1 | model.norm_eps | above 0
-model.rope_theta=-1 | 1 | model.rope_theta | above 0
+MIXER.rope.theta=-1 | 1 | MIXER.rope.theta | above 0
 model.init_std=nan | 1 | model.init_std | finite
 optimizer.warmup_fraction=1.0 | 1 | optimizer.warmup_fraction | at least 0 and below 1
 optimizer.decay_steps=-1 | 1 | optimizer.decay_steps | not be negative
 optimizer.decay_steps=5 optimizer.schedule=constant | 1 | optimizer.decay_steps | has no effect
 optimizer.decay_steps=1001 optimizer.schedule=wsd | 1 | optimizer.decay_steps | at most train.num
 # the model
-model.head_dim=31 | 1 | model.head_dim | even
-model.sliding_window=0 | 1 | model.sliding_window | at least 2, since
-model.sliding_window=1 | 1 | model.sliding_window | must see another one
-model.sliding_window=3000000000 | 1 | model.sliding_window | at most 2,147,483,647
-model.local_rope_theta=inf | 1 | model.local_rope_theta | finite
+MIXER.head_dim=31 | 1 | MIXER.head_dim | even
+MIXER.window=0 | 1 | MIXER.window | at least 2
+MIXER.window=1 | 1 | MIXER.window | at least 2
+MIXER.window=3000000000 | 1 | MIXER.window | at most 2,147,483,647
+MIXER.rope.theta=inf | 1 | MIXER.rope.theta | finite
 data.eos_id=3000000000 | 1 | data.eos_id | at most 2,147,483,647
-compute.attention_backend=cudnn model.head_dim=36 | 1 | model.head_dim | multiple of 8
-compute.attention_backend=cudnn model.head_dim=264 | 1 | model.head_dim | up to 256
+compute.attention_backend=cudnn MIXER.head_dim=36 | 1 | MIXER.head_dim | multiple of 8
+compute.attention_backend=cudnn MIXER.head_dim=264 | 1 | MIXER.head_dim | up to 256
 compute.attention_backend=cudnn compute.dtype=float32 | 1 | \
     compute.attention_backend | not supported with compute.dtype = float32
-compute.attention_backend=pallas_hopper model.head_dim=72 | 1 | model.head_dim | 64, 128 or 256
-compute.attention_backend=pallas_hopper model.head_dim=512 | 1 | model.head_dim | 64, 128 or 256
-compute.attention_backend=pallas_hopper model.head_dim=64 compute.dtype=float32 | 1 | \
+compute.attention_backend=pallas_hopper MIXER.head_dim=72 | 1 | MIXER.head_dim | 64, 128 or 256
+compute.attention_backend=pallas_hopper MIXER.head_dim=512 | 1 | MIXER.head_dim | 64, 128 or 256
+compute.attention_backend=pallas_hopper MIXER.head_dim=64 compute.dtype=float32 | 1 | \
     compute.attention_backend | not supported with compute.dtype = float32
 compute.attention_backend=cudnn parallel.sequence=2 | 2 | \
     compute.attention_backend | it needs tokens in order
-model.rope_scaling.factor=0.5 | 1 | model.rope_scaling.factor | at least 1
-model.rope_scaling.factor=inf | 1 | model.rope_scaling.factor | finite
-model.rope_scaling.low_freq_factor=5 | 1 | \
-    model.rope_scaling.low_freq_factor | at most high_freq_factor = 4.0
-model.rope_scaling.low_freq_factor=0 | 1 | model.rope_scaling.low_freq_factor | above 0
-model.rope_scaling.original_max_position=0 | 1 | \
-    model.rope_scaling.original_max_position | at least 1
+MIXER.rope.scaling.factor=0.5 | 1 | MIXER.rope.scaling.factor | at least 1
+MIXER.rope.scaling.factor=inf | 1 | MIXER.rope.scaling.factor | finite
+MIXER.rope.scaling.low_freq_factor=5 | 1 | \
+    MIXER.rope.scaling.low_freq_factor | at most high_freq_factor = 4.0
+MIXER.rope.scaling.low_freq_factor=0 | 1 | MIXER.rope.scaling.low_freq_factor | above 0
+MIXER.rope.scaling.original_max_position=0 | 1 | \
+    MIXER.rope.scaling.original_max_position | at least 1
 # the rest
 parallel.remat=everything | 1 | parallel.remat | one of none, dots, dots_offload, attn_out, full
 parallel.remat=qkv,atn_out | 1 | parallel.remat | names from attn_norm
@@ -215,6 +216,8 @@ metrics.layers=all lora.rank=4 | 1 | metrics.layers | not supported with lora.ra
 metrics.prometheus_address=everywhere | 1 | metrics.prometheus_address | an IP address
 """
 ZERO_BUBBLE = "parallel.pipeline=2 parallel.schedule=zero_bubble parallel.layer_loop=unroll"
+BAD_CONFIGS = BAD_CONFIGS.replace("MIXER", "model.layers.mixer")
+BAD_CONFIGS = BAD_CONFIGS.replace("FORWARD", "model.layers.feed_forward")
 BAD_CONFIGS = re.sub(r"^ZB4", "ZB parallel.num_microbatches=4", BAD_CONFIGS, flags=re.MULTILINE)
 BAD_CONFIGS = BAD_CONFIGS.replace("RED=", "parallel.replica=2 parallel.replica_reduction=")
 BAD_CONFIGS = re.sub(r"^ZB", f"{ZERO_BUBBLE} parallel.zero=1", BAD_CONFIGS, flags=re.MULTILINE)
@@ -223,8 +226,8 @@ BAD = [re.split(r" \| +", line) for line in BAD_CONFIGS.splitlines() if "|" in l
 
 
 def changed(text: str) -> Config:
-    """The default config with `section.field=value ...`, on the way that the command line takes."""
-    return command_line.parse_overrides(Config(), ["--" + item for item in text.split()])
+    """`BASE` with `section.field=value ...`, on the way that the command line takes."""
+    return command_line.parse_overrides(BASE, ["--" + item for item in text.split()])
 
 
 def fixes(error: ConfigError) -> list[list[str]]:
@@ -247,6 +250,15 @@ def test_a_bad_config_is_refused_and_every_fix_works(text, devices, field, rule)
     for way in ways:
         broken = broken_rules(command_line.parse_overrides(cfg, way), int(devices))
         assert (error.field, error.rule) not in broken and len(broken) < len(errors), way
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_a_model_without_layers_is_refused(number):
+    said = (
+        r"= -?\d: must be at least 1, for the layers layers x 4\. Fix: use --model.num-layers [14]"
+    )
+    with pytest.raises(ConfigError, match=said):
+        replace(BASE, **{"model.num_layers": number})
 
 
 def broken_rules(cfg: Config, devices: int) -> list[tuple[str, str]]:
@@ -275,7 +287,7 @@ UNKNOWN = [
     ("train.seq_len", "use data.seq_len"),
     ("every", "use checkpoint.every or evaluation.every"),
     ("trian.num_steps", "use train.num_steps"),
-    ("model.rope_scaling.facter", "use model.rope_scaling.factor"),
+    ("model.mup.base_widht", "use model.mup.base_width"),
     ("data.xyz", "use one of data."),
     ("xyz", "use SECTION.FIELD, with a section of run, train, data, model, compute, lora"),
     ("train.num_steps.xyz", "use train.num_steps"),
@@ -301,8 +313,8 @@ def test_an_unknown_field_in_json_is_refused_with_what_was_meant():
     assert str(caught.value) == f"model.num_layer = 3: is not a field of the config. Fix: {fix}."
     with pytest.raises(ConfigError, match=r"^extra = \{\}: is not a field"):
         from_json('{"extra": {}}')
-    with pytest.raises(ConfigError, match=r"^model.rope_scaling.x = 1: is not a field"):
-        from_json('{"model": {"rope_scaling": {"x": 1}}}')
+    with pytest.raises(ConfigError, match=r"^model.mup.x = 1: is not a field"):
+        from_json('{"model": {"mup": {"x": 1}}}')
 
 
 @pytest.mark.parametrize("text", ["5", "[]", '{"train": 5}', '{"model": null}'])
@@ -314,17 +326,18 @@ def test_json_without_sections_is_refused(text):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_json_brings_every_config_back(name):
     cfg = command_line.load_config(name)
-    if cfg.model.layers:  # whose code is not read with it (tests/extend)
-        return
-    if cfg.train.loss is not None:  # whose code is not read with it (test_values.py)
-        own = {"train.loss": None, "train.probes": (), "train.post_updates": ()}
-        cfg = replace(cfg, **own)
-    assert from_json(to_json(cfg)) == cfg
-    plain = replace(cfg, **{"model.rope_scaling": None})
-    assert from_json(to_json(plain)) == plain
-    scaled = replace(cfg, **{"model.rope_scaling": RopeScaling(factor=3.0, low_freq_factor=2.0)})
-    assert from_json(to_json(scaled)) == scaled
-    assert isinstance(from_json(to_json(scaled)).model.rope_scaling, RopeScaling)
+    read = from_json(to_json(cfg))
+    assert to_json(read) == to_json(cfg)
+    if ".py:" not in to_json(cfg):  # without code, which is not read with it (tests/extend)
+        assert read == cfg
+    plain = replace(cfg, **{"model.mup": None})
+    assert to_json(from_json(to_json(plain))) == to_json(plain)
+
+
+def test_json_brings_optional_sections_back():
+    scaled = replace(BASE, **{ROPE: Rope(scaling=RopeScaling(factor=3.0, low_freq_factor=2.0))})
+    scaled = replace(scaled, **{"model.mup.base_width": 64})
+    assert from_json(to_json(scaled)) == scaled != BASE == from_json(to_json(BASE))
 
 
 def test_fields_that_json_leaves_out_have_their_defaults():
@@ -334,13 +347,13 @@ def test_fields_that_json_leaves_out_have_their_defaults():
 
 
 def test_replace_leaves_the_rest_alone():
-    cfg = replace(Config(), **{"model.num_layers": 2, "train.seed": 5})
+    cfg = replace(BASE, **{"model.num_layers": 2, "train.seed": 5})
     assert (cfg.model.num_layers, cfg.train.seed) == (2, 5)
-    back = replace(cfg, **{"model": ModelConfig(), "train.seed": 0})
-    assert back == Config()
-    scaled = replace(cfg, **{"model.rope_scaling.factor": 2.0})
-    assert scaled.model.rope_scaling == RopeScaling(factor=2.0)
-    assert cfg.model.rope_scaling is None
+    back = replace(cfg, **{"model": BASE.model, "train.seed": 0})
+    assert back == BASE
+    scaled = replace(cfg, **{f"{ROPE}.scaling.factor": 2.0})
+    assert scaled.model.layers[1].mixer.rope == Rope(scaling=RopeScaling(factor=2.0))
+    assert cfg.model.layers[1].mixer.rope == Rope()
 
 
 def test_every_field_has_a_default():

@@ -2,18 +2,19 @@
 
 import pytest
 
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import ConfigError, replace
 from jaxpar.config.validate import check
+from tests.config.models import BASE, DELTA, EXPERTS, LAYER
 
 GOOD = {"diloco.every": 50, "parallel.replica": 2, "model.num_layers": 8}
 
 
 def test_what_may_be():
-    check(replace(Config(), **GOOD))
-    check(replace(Config(), **GOOD, **{"diloco.fragments": 2, "diloco.outer_dtype": "bfloat16"}))
-    check(replace(Config(), **GOOD, **{"diloco.overlap": 50, "diloco.mixing": 0.0}))
+    check(replace(BASE, **GOOD))
+    check(replace(BASE, **GOOD, **{"diloco.fragments": 2, "diloco.outer_dtype": "bfloat16"}))
+    check(replace(BASE, **GOOD, **{"diloco.overlap": 50, "diloco.mixing": 0.0}))
     more = {"optimizer.name": "sgd", "parallel.pipeline": 2, "parallel.num_microbatches": 2}
-    check(replace(Config(), **GOOD, **more))
+    check(replace(BASE, **GOOD, **more))
 
 
 @pytest.mark.parametrize(
@@ -26,8 +27,8 @@ def test_what_may_be():
         ({"diloco.fragments": 4}, r"fragments = 4: must divide diloco\.every = 50"),
         ({"diloco.fragments": 5}, r"must divide the 8 layers of a stage.*fragments 2"),
         (
-            {"diloco.fragments": 2, "model.layer_pattern": "G*", "parallel.layer_loop": "unroll"},
-            r"layer_pattern = 'G\*': is not supported with diloco.fragments = 2",
+            {"diloco.fragments": 2, "model.layers": [DELTA, LAYER] * 4},
+            r"layers = 'delta_layers, layers': is not supported with diloco.fragments = 2",
         ),
         ({"diloco.overlap": -1}, r"overlap = -1: must not be negative"),
         ({"diloco.overlap": 51}, r"overlap = 51: must be at most 50, .*--diloco\.overlap 50"),
@@ -37,7 +38,10 @@ def test_what_may_be():
         ),
         ({"diloco.mixing": 0.2}, r"mixing = 0\.2: has no effect, because diloco\.overlap is 0"),
         ({"diloco.overlap": 2, "diloco.mixing": 1.0}, r"mixing = 1\.0: must be at least 0 and"),
-        ({"model.num_experts": 4}, r"num_experts = 4: .*: loads are balanced over all replicas"),
+        (
+            {"model.layers.feed_forward": EXPERTS},
+            r"forward = 'Experts': .*: loads are balanced over all replicas",
+        ),
         ({"lora.rank": 4}, r"rank = 4: .*: replicas would share the frozen weights"),
         ({"optimizer.name": "muon"}, r"'muon': .*: all replicas share the work on matrices"),
         (
@@ -68,4 +72,4 @@ def test_what_may_be():
 )
 def test_what_cannot_be(fields, said):
     with pytest.raises(ConfigError, match=said):
-        check(replace(Config(), **(GOOD | fields)))
+        check(replace(BASE, **(GOOD | fields)))

@@ -2,16 +2,17 @@
 
 import pytest
 
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import ConfigError, replace
 from jaxpar.config.validate import check
+from tests.config.models import BASE, EXPERTS
 
-GOOD = replace(Config(), **{"dpo.beta": 0.1, "dpo.label_smoothing": 0.1, "dpo.too_long": "drop"})
+GOOD = replace(BASE, **{"dpo.beta": 0.1, "dpo.label_smoothing": 0.1, "dpo.too_long": "drop"})
 
 
 def test_what_may_be():
     check(GOOD)
     check(replace(GOOD, **{"lora.rank": 4, "model.logits_softcap": 30.0}))
-    check(replace(GOOD, **{"model.num_experts": 4, "train.balance_loss": 1e-2}))
+    check(replace(GOOD, **{"model.layers.feed_forward": EXPERTS, "train.balance_loss": 1e-2}))
 
 
 @pytest.mark.parametrize(

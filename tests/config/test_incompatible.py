@@ -1,15 +1,18 @@
 """The table of incompatible combinations: every row can hold, and refuses."""
 
+import dataclasses
 import re
 import typing
 from typing import Any
 
 import pytest
 
-from jaxpar.config import Config, default_of, registry, replace
+from jaxpar.config import Glu, KimiDeltaAttention, Layer, Mlp, QkNorm, default_of, replace
 from jaxpar.config.fields import field_types
-from jaxpar.config.incompatible import TABLE, combinations
-from jaxpar.extend import Attention, Glu, Layer, component
+from jaxpar.config.incompatible import TABLE, Incompatible, combinations
+from jaxpar.config.layers import BESIDE
+from jaxpar.extend import Attention, component
+from tests.config.models import ATTENTION, BASE, DELTA, EXPERTS, GLU, LATENT, LAYER, OF_EXPERTS
 
 
 @component
@@ -20,39 +23,66 @@ class Mean(Attention):
         return q
 
 
+KDA = KimiDeltaAttention(num_heads=4, key_head_dim=32, value_head_dim=32)
 SIZES = {"num_kv_heads": 2, "head_dim": 8}
-COMPOSED = (Layer("block", Mean(num_heads=2, sinks=True, softcap=9.0, **SIZES), Glu(d_ff=16)),)
-HEADS = tuple(Layer(f"of_{n}", Attention(num_heads=n, **SIZES), Glu(d_ff=16)) for n in (2, 4))
-LATENT = {"model.kv_lora_rank": 8, "model.num_kv_heads": 8, "model.head_dim": 128}
-DENSE = {"model.num_experts": 4, "model.dense_layers": 1}
-PATTERN = {"model.layer_pattern": "G*"}
+MINE = Layer("block", Mean(num_heads=2, sinks=True, softcap=9.0, **SIZES), GLU)
+HEADS = [Layer(f"of_{n}", Attention(num_heads=n, **SIZES), GLU) for n in (2, 4)]
+FIRST = [LAYER, *[dataclasses.replace(OF_EXPERTS, name="moe_layers")] * 3]
+OWN_HEADS = "attention with another method `heads`"
 
-#: Fields with which parts of a model are there, and values that are no choice of their field.
+
+def attention(**fields: Any) -> list[Layer]:
+    """A layer whose attention has other fields."""
+    return [Layer("layers", dataclasses.replace(ATTENTION, **fields), GLU)]
+
+
+def experts(expert: Glu) -> list[Layer]:
+    return [Layer("layers", ATTENTION, dataclasses.replace(EXPERTS, expert=expert))]
+
+
+#: Layers with which a condition on layers holds.
+LAYERS: dict[str, list[Layer]] = {
+    "experts": [OF_EXPERTS],
+    "experts without a gate": experts(Mlp(704, activation="gelu")),
+    "biases of experts": experts(Glu(704, bias=True)),
+    "layers before the stages of a pipeline": FIRST,
+    "latent attention": [Layer("layers", LATENT, GLU)],
+    "recurrent layers": [DELTA],
+    "Kimi Delta Attention": [Layer("kda_layers", KDA, GLU)],
+    "a recurrent last layer": [LAYER, DELTA],
+    "layers that differ (kinds, windows, positions)": HEADS,
+    "layers of several names, dense ones included": HEADS,
+    "a list of layers that differ": HEADS,
+    "layers with different numbers of heads": HEADS,
+    "a norm of queries and keys": attention(qk_norm=QkNorm()),
+    "attention within chunks": attention(chunk=8),
+    "a cap of scores": attention(softcap=50.0),
+    "attention sinks": attention(sinks=True),
+    OWN_HEADS: [MINE],
+    "parallel blocks": [dataclasses.replace(LAYER, parallel="own_norms")],
+    "scaled layers": [dataclasses.replace(LAYER, scaled=True)],
+}
+
+#: Layers with which two conditions on layers hold.
+OF_BOTH = {
+    ("a cap of scores", OWN_HEADS): [MINE],
+    ("attention sinks", OWN_HEADS): [MINE],
+    ("biases of experts", "experts without a gate"): experts(Mlp(704, "gelu", bias=True)),
+    ("parallel blocks", "latent attention"): [Layer("x", LATENT, GLU, parallel="own_norms")],
+    ("attention within chunks", "latent attention"): [
+        Layer("x", dataclasses.replace(LATENT, chunk=8), GLU)
+    ],
+}
+
+
+def layers_of(one: str, other: str) -> list[Layer]:
+    """Layers with which two conditions hold."""
+    named = [dataclasses.replace(x, name="more") for x in LAYERS[one]]
+    return OF_BOTH.get((one, other), [*named, *LAYERS[other]])
+
+
+#: Fields with which other conditions hold, and values that are no choice of their field.
 EXAMPLES: dict[str, dict[str, Any]] = {
-    "experts": {"model.num_experts": 4},
-    "experts without a gate": {"model.num_experts": 4, "model.mlp_gate": False},
-    "biases of experts": {"model.num_experts": 4, "model.expert_bias": True},
-    "dense layers beside experts (`model.dense_layers`)": DENSE,
-    "dense layers beside experts, without a pipeline": DENSE,
-    "layers before the stages of a pipeline": DENSE | {"parallel.pipeline": 2},
-    "dense layers between layers with experts (`model.moe_every`)": DENSE
-    | {"model.moe_every": 2, "model.dense_layers": 2},
-    "latent attention": LATENT,
-    "recurrent layers": PATTERN,
-    "`model.layer_pattern`": PATTERN,
-    "Kimi Delta Attention": {"model.layer_pattern": "K*"},
-    "a recurrent last layer": {"model.layer_pattern": "*G"},
-    "layers that differ (kinds, windows, positions)": {"model.nope_every": 2},
-    "layers of several names, dense ones included": PATTERN,
-    "a norm of queries and keys": {"model.qk_norm": True},
-    "attention within chunks": {"model.attention_chunk": 8},
-    "a cap of scores": {"model.attention_softcap": 50.0},
-    "attention sinks": {"model.attention_sinks": True},
-    "a registered attention function": {"model.attention": "mine"},
-    "attention with another method `heads`": {"model.layers": COMPOSED},
-    "layers with different numbers of heads": {"model.layers": HEADS},
-    "a list of layers that differ": {"model.layers": HEADS},
-    "parallel blocks": {"model.parallel_block": True},
     "`optimizer.name` for whole matrices": {"optimizer.name": "muon"},
     "`parallel.remat` with host memory": {"parallel.remat": "dots_offload"},
     "`model.mup`": {"model.mup.base_width": 64},
@@ -65,6 +95,9 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 
 def fields_of(label: str) -> dict[str, Any]:
     """Fields with which a condition holds."""
+    if label in LAYERS:
+        more = {"parallel.pipeline": 2} if "pipeline" in label else {}
+        return {"model.layers": LAYERS[label], **more}
     if label in EXAMPLES:
         return EXAMPLES[label]
     if " and " in label:
@@ -82,26 +115,37 @@ def fields_of(label: str) -> dict[str, Any]:
     return {path: fits[-1]}
 
 
-ROWS = [pytest.param(row, id=f"{row.one.label} x {row.other.label}") for row in TABLE]
+#: Conditions on flags.
+OF_FLAGS = ("dense layers beside", "registered attention", "positions`")
+
+
+def is_of_flags(row: Incompatible) -> bool:
+    """Whether a condition is on flags of layers: composed models have none."""
+    labels = f"{row.one.label} {row.other.label}"
+    said = {*re.findall(r"`model\.(\w+)", labels)}
+    return not said <= set(BESIDE) or any(one in labels for one in OF_FLAGS)
+
+
+ROWS = [
+    pytest.param(row, id=f"{row.one.label} x {row.other.label}")
+    for row in TABLE
+    if not is_of_flags(row)
+]
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_row_refuses(row, monkeypatch):
-    monkeypatch.setattr(registry, "_ADDED", {path: {} for path in registry.fields()})
-    registry.add("model.attention", "mine", lambda q, k, v, mask: q)
-    one, other = fields_of(row.one.label), fields_of(row.other.label)
+def test_a_row_refuses(row):
+    labels = row.one.label, row.other.label
+    one, other = map(fields_of, labels)
     both = one | other
-    if "model.layers" in both:  # which say all of their layers
-        both = {path: v for path, v in both.items() if not path.startswith("model.")} | {
-            "model.layers": both["model.layers"]
-        }
-    both = replace(Config(), **both)
-    errors = [error for error in combinations(both) if error.rule.endswith(f": {row.why}")]
-    named = [error for error in errors if error.field == row.one.named(both)[0]]
+    if "model.layers" in one and "model.layers" in other:
+        both["model.layers"] = layers_of(*labels)
+    cfg = replace(BASE, **both)
+    errors = [error for error in combinations(cfg) if error.rule.endswith(f": {row.why}")]
+    named = [error for error in errors if error.field == row.one.named(cfg)[0]]
     assert named and " is not supported with " in f" {named[0].rule}"
-    with_one = replace(Config(), **one)
-    assert row.one.holds(with_one) or "pipeline" in row.one.label
-    assert not (row.one.holds(Config()) and row.other.holds(Config()))
+    assert row.one.holds(replace(BASE, **one)) and row.other.holds(replace(BASE, **other))
+    assert not (row.one.holds(BASE) and row.other.holds(BASE))
 
 
 def test_rows_are_pairs_of_different_conditions():
@@ -113,7 +157,7 @@ def test_rows_are_pairs_of_different_conditions():
 def test_conditions_on_components_have_addresses():
     """Of a composed model, an error names the part of the layer."""
     more = {"parallel.context": "ring", "parallel.sequence": 2}
-    cfg = replace(Config(), **{"model.layers": COMPOSED}, **more)
+    cfg = replace(BASE, **{"model.layers": [MINE]}, **more)
     said = "\n".join(f"{error.field} = {error.value!r} {error.rule}" for error in combinations(cfg))
     assert "model.block.mixer.sinks = True is not supported with model.block.mixer = Mean" in said
     assert "model.block.mixer.softcap = 9.0 is not supported with model.block.mixer = Mean" in said

@@ -2,16 +2,17 @@
 
 import pytest
 
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import ConfigError, replace
 from jaxpar.config.validate import check
+from tests.config.models import BASE, DELTA, EXPERTS, LAYER
 
-GOOD = replace(Config(), **{"model.mtp_depth": 2, "train.mtp_loss": 0.3})
+GOOD = replace(BASE, **{"model.mtp_depth": 2, "train.mtp_loss": 0.3})
 
 
 def test_what_may_be():
     check(GOOD)
-    check(replace(GOOD, **{"model.layer_pattern": "G*", "parallel.layer_loop": "unroll"}))
-    experts = {"model.num_experts": 4, "train.global_batch_size": 8}
+    check(replace(GOOD, **{"model.layers": [DELTA, LAYER]}))
+    experts = {"model.layers.feed_forward": EXPERTS, "train.global_batch_size": 8}
     check(replace(GOOD, **experts))
     check(replace(GOOD, **experts, **{"parallel.pipeline": 2, "parallel.num_microbatches": 2}))
 
@@ -29,8 +30,8 @@ def test_what_may_be():
         ),
         ({"lora.rank": 4}, r"lora.rank = 4: is not supported with model.mtp_depth = 2"),
         (
-            {"model.layer_pattern": "*G", "parallel.layer_loop": "unroll"},
-            r"layer_pattern = '\*G': is not supported with model.mtp_depth = 2: a module",
+            {"model.layers": [LAYER, DELTA]},
+            r"layers = 'layers, delta_layers': is not supported with model.mtp_depth = 2: a module",
         ),
     ],
 )

@@ -2,13 +2,14 @@
 
 import pytest
 
-from jaxpar.config import Config, ConfigError, registry, replace
+from jaxpar.config import ConfigError, registry, replace
 from jaxpar.config.serialize import from_json, to_json
 from jaxpar.config.validate import check
+from tests.config.models import BASE, DELTA, LATENT, LAYER
 
 MUP = {"model.mup.base_width": 64}
 
-HYBRID = {"model.layer_pattern": "GGG*", "parallel.layer_loop": "unroll"}
+HYBRID = {"model.layers": [DELTA] * 3 + [LAYER]}
 
 
 @pytest.mark.parametrize(
@@ -23,27 +24,26 @@ HYBRID = {"model.layer_pattern": "GGG*", "parallel.layer_loop": "unroll"}
             {"model.mtp_depth": 1},
             r"mtp_depth = 1: .* modules read hidden states.*--model\.mup None",
         ),
-        (HYBRID, r"layer_pattern = .*µP's factors do not hold for them"),
+        (HYBRID, r"delta_layers.mixer = .*µP's factors do not hold for them"),
         (
-            {"model.kv_lora_rank": 64, "model.num_kv_heads": 8, "model.head_dim": 128}
-            | {"model.mup.base_head_dim": 32},
-            r"base_head_dim = 32: is not supported with model.kv_lora_rank = 64",
+            {"model.layers.mixer": LATENT, "model.mup.base_head_dim": 32},
+            r"base_head_dim = 32: is not supported with model.layers.mixer = LatentAttention",
         ),
     ],
 )
 def test_what_cannot_be(fields, said):
     with pytest.raises(ConfigError, match=said):
-        check(replace(Config(), **(MUP | fields)))
+        check(replace(BASE, **(MUP | fields)))
 
 
 def test_a_registered_rule_is_refused(monkeypatch):
     monkeypatch.setattr(registry, "_ADDED", {path: {} for path in registry.fields()})
     registry.add("optimizer.name", "mine", lambda cfg, rate, mask: None)
     with pytest.raises(ConfigError, match=r"'mine': .* it has no learning rate by width"):
-        check(replace(Config(), **MUP, **{"optimizer.name": "mine"}))
+        check(replace(BASE, **MUP, **{"optimizer.name": "mine"}))
 
 
 def test_a_config_is_saved_with_its_base_model():
-    cfg = replace(Config(), **MUP, **{"model.mup.base_d_ff": 96})
+    cfg = replace(BASE, **MUP, **{"model.mup.base_d_ff": 96})
     check(cfg)
-    assert from_json(to_json(cfg)) == cfg and from_json(to_json(Config())).model.mup is None
+    assert from_json(to_json(cfg)) == cfg and from_json(to_json(BASE)).model.mup is None

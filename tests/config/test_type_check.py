@@ -5,9 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxpar.config import Config, ConfigError, TrainConfig, command_line, replace
+from jaxpar.config import ConfigError, TrainConfig, command_line, replace
 from jaxpar.config.validate import check
+from tests.config.models import BASE
 from tests.config.test_config import fixes, leaf_paths
+
+MIXER, ROPE = "model.layers.mixer", "model.layers.mixer.rope"
 
 #: A field, a value of the wrong type, its rule, and the setting that the fix names.
 WRONG_TYPES = [
@@ -36,12 +39,14 @@ WRONG_TYPES = [
     ("optimizer.name", "adam", "must be one of adamw, lion, sgd", "--optimizer.name adamw"),
     ("optimizer.schedule", "cos", "must be one of cosine", "--optimizer.schedule cosine"),
     ("checkpoint.resume", "always", "must be one of auto, never", "--checkpoint.resume auto"),
-    ("model.sliding_window", 3.5, "must be a whole number or None", "--model.sliding-window None"),
+    (f"{MIXER}.window", 3.5, "must be a whole number or None", f"--{MIXER}.window None"),
     ("run.dir", Path("runs"), "must be text", "--run.dir runs/default"),
-    ("model.rope_scaling", 8, "must be a RopeScaling or None", "--model.rope-scaling None"),
-    ("model.rope_scaling", TrainConfig(), "must be a RopeScaling or None", "--model.rope-scaling"),
-    ("model.rope_scaling.factor", "8x", "must be a number", "--model.rope-scaling.factor 8.0"),
-    ("model", TrainConfig(), "must be a ModelConfig", "--model.num-layers 4"),
+    (f"{ROPE}.scaling", 8, "must be a RopeScaling or None", f"--{ROPE}.scaling None"),
+    (f"{ROPE}.scaling", TrainConfig(), "must be a RopeScaling or None", f"--{ROPE}.scaling None"),
+    (f"{ROPE}.scaling.factor", "8x", "must be a number", f"--{ROPE}.scaling.factor"),
+    ("model.mup", 8, "must be a MupConfig or None", "--model.mup None"),
+    ("model.mup.base_width", "8x", "must be a whole number", "--model.mup.base-width 256"),
+    ("model", TrainConfig(), "must be a Model", "--model."),
     ("train", None, "must be a TrainConfig", "--train.num-steps 1000"),
 ]
 
@@ -49,10 +54,10 @@ WRONG_TYPES = [
 @pytest.mark.parametrize(("path", "value", "rule", "fix"), WRONG_TYPES)
 def test_a_value_of_the_wrong_type_is_refused(path, value, rule, fix):
     with pytest.raises(ConfigError) as caught:
-        check(replace(Config(), **{path: value}))
+        check(replace(BASE, **{path: value}))
     assert (caught.value.field, caught.value.value) == (path, value)
     assert rule in caught.value.rule
     assert fix in caught.value.fix
     if path in leaf_paths():
         (way, *_) = fixes(caught.value)
-        check(command_line.parse_overrides(Config(), way))
+        check(command_line.parse_overrides(BASE, way))
