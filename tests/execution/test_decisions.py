@@ -1,11 +1,12 @@
 """How configs are executed: one table, config -> Execution."""
 
+import dataclasses
 import json
 
 import pytest
 
 from jaxpar.commands import call
-from jaxpar.config import Config, replace
+from jaxpar.config import Attention, ClampedSwiglu, Config, Experts, Glu, Layer, replace
 from jaxpar.config.validate import resolve
 from jaxpar.execution import decisions
 from jaxpar.execution.decisions import execution_of, on_gpus
@@ -29,17 +30,28 @@ SEPARATE = {"fused_gate_up": False, "norm": "written"}
 WHOLE = {"gathers_per_layer": False, "stage_wide_collectives": False, "layers_per_vjp": 1}
 SUMMED = {"float32_weight_gradients": True}
 
+BLOCK = Layer("layers", Attention(num_heads=8, num_kv_heads=4, head_dim=32), Glu(704))
+EXPERTS = Experts(expert=Glu(704), num_experts=4, experts_per_token=2)
+
+#: Words for values that are neither texts nor numbers.
+VALUES = {
+    "True": True,
+    "clamped_swiglu": ClampedSwiglu(),
+    "experts": EXPERTS,
+    "windows": [Layer("local", dataclasses.replace(BLOCK.mixer, window=16), Glu(704)), BLOCK] * 2,
+}
+
 #: Fields of the config -> decisions that differ.
 TABLE = [
     ("", {}),
     ("parallel.data=1 parallel.replica=8", WHOLE | SUMMED),
     # What matmuls receive of a norm, and whether gate and up are one.
     ("compute.dtype=float16", WRITTEN),
-    ("model.qkv_bias=True", WRITTEN),
-    ("model.mlp_bias=True", SEPARATE),
-    ("model.activation=gelu", SEPARATE),
-    ("model.activation=clamped_swiglu", SEPARATE),
-    ("model.num_experts=4", SEPARATE),
+    ("model.layers.mixer.bias=True", WRITTEN),
+    ("model.layers.feed_forward.bias=True", SEPARATE),
+    ("model.layers.feed_forward.activation=gelu", SEPARATE),
+    ("model.layers.feed_forward.activation=clamped_swiglu", SEPARATE),
+    ("model.layers.feed_forward=experts", SEPARATE),
     ("lora.rank=4", SEPARATE),
     ("compute.matmul_dtype=float8", {"norm": "in_quantizer"}),
     ("compute.matmul_dtype=float8 compute.float8_scaling=row", SEPARATE),
@@ -71,10 +83,7 @@ TABLE = [
         WHOLE | SUMMED,
     ),
     # Layers differentiated at a time.
-    (
-        "parallel.zero=1 model.global_every=2 model.sliding_window=16",
-        WHOLE | SUMMED | {"layers_per_vjp": 2},
-    ),
+    ("parallel.zero=1 model.layers=windows", WHOLE | SUMMED | {"layers_per_vjp": 2}),
     ("parallel.zero=1 parallel.remat=dots_offload", WHOLE | SUMMED | {"layers_per_vjp": 0}),
 ]
 
@@ -82,9 +91,8 @@ TABLE = [
 def config(words: str) -> Config:
     """8 devices, two sequences of a microbatch on each; layers unrolled."""
     fields = dict(word.split("=") for word in words.split())
-    typed = {name: int(v) if v.isdigit() else v == "True" if v in ("True", "False") else v
-             for name, v in fields.items()}  # fmt: skip
-    defaults = {"parallel.data": 8, "parallel.layer_loop": "unroll", "model.num_layers": 4}
+    typed = {name: int(v) if v.isdigit() else VALUES.get(v, v) for name, v in fields.items()}
+    defaults = {"parallel.data": 8, "parallel.layer_loop": "unroll", "model.layers": [BLOCK] * 4}
     cfg = replace(Config(), **defaults | typed)
     p = cfg.parallel
     microbatches = 2 if p.pipeline > 1 else 1
@@ -162,9 +170,9 @@ def test_no_decision_needs_devices(monkeypatch):
     ],
 )
 def test_the_dispatch_of_fewer_bytes(experts_per_token, expert, slack, by):
+    experts = dataclasses.replace(EXPERTS, num_experts=16, experts_per_token=experts_per_token)
     fields = {
-        "model.num_experts": 16,
-        "model.experts_per_token": experts_per_token,
+        "model.layers": [Layer("layers", BLOCK.mixer, experts)],
         "parallel.expert": expert,
         "parallel.expert_slack": slack,
     }

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from jaxpar.config import ConfigError, replace
+from jaxpar.config import ConfigError, QkNorm, replace
 from jaxpar.config.remat_policies import (
     LAYER_INPUT,
     ON_HOST,
@@ -43,7 +43,7 @@ DEEP = replace(
     SMALL,
     **{
         "model.num_layers": 128,
-        "model.num_kv_heads": 4,
+        "model.layers.mixer.num_kv_heads": 4,
         "model.init_std": 0.2,
         "data.seq_len": 64,
         "train.global_batch_size": 2,
@@ -51,19 +51,20 @@ DEEP = replace(
 )
 
 M = DEEP.model
+ATTENTION, GLU = M.layers[0].mixer, M.layers[0].feed_forward
 
 #: float32 bytes per token and layer of each name that this model has: twice the table in
 #: `jaxpar/execution/remat.py`.
 BYTES = {
     "attn_norm": 4 * M.d_model,
-    "qkv": 4 * (M.num_heads + 2 * M.num_kv_heads) * M.head_dim,
-    "qk": 4 * (M.num_heads + M.num_kv_heads) * M.head_dim,
-    "attn_out": 4 * M.num_heads * M.head_dim,
-    "attn_lse": 4 * M.num_heads,
+    "qkv": 4 * (ATTENTION.num_heads + 2 * ATTENTION.num_kv_heads) * ATTENTION.head_dim,
+    "qk": 4 * (ATTENTION.num_heads + ATTENTION.num_kv_heads) * ATTENTION.head_dim,
+    "attn_out": 4 * ATTENTION.num_heads * ATTENTION.head_dim,
+    "attn_lse": 4 * ATTENTION.num_heads,
     "attn_residual": 4 * M.d_model,
     "mlp_norm": 4 * M.d_model,
-    "gate_up": 4 * 2 * M.d_ff,
-    "mlp_hidden": 4 * M.d_ff,
+    "gate_up": 4 * 2 * GLU.d_ff,
+    "mlp_hidden": 4 * GLU.d_ff,
 }
 
 TOKENS_AND_LAYERS = DEEP.train.global_batch_size * DEEP.data.seq_len * M.num_layers
@@ -125,8 +126,14 @@ def test_a_group_saves_the_input_of_its_first_layer(temporary_bytes):
 @pytest.fixture(scope="module")
 def gradients(mesh):
     """(remat, layer_loop, fields) -> loss and gradients of a small model that has all values."""
-    small = {"model.num_layers": 3, "model.num_kv_heads": 2, "model.qk_norm": True}
-    base = replace(DEEP, **small)
+    base = replace(
+        DEEP,
+        **{
+            "model.num_layers": 3,
+            "model.layers.mixer.num_kv_heads": 2,
+            "model.layers.mixer.qk_norm": QkNorm(),
+        },
+    )
 
     def compute(remat: str, loop: str, *others: tuple[str, object]):
         fields = {"parallel.remat": remat, "parallel.layer_loop": loop}
@@ -207,8 +214,9 @@ def traced(devices):
 
     @functools.cache
     def trace(remat: str, way: str):
-        layers = {"model.num_layers": 4, "model.num_kv_heads": 2, "parallel.remat": remat}
-        cfg = replace(DEEP, **layers, **WAYS[way], **{"train.global_batch_size": 4})
+        layers = {"model.num_layers": 4, "model.layers.mixer.num_kv_heads": 2}
+        fields = {"parallel.remat": remat, "train.global_batch_size": 4}
+        cfg = replace(DEEP, **layers, **fields, **WAYS[way])
         p = cfg.parallel
         n = p.pipeline * p.data * p.tensor
         cfg, mesh = resolve(cfg, n), make_mesh(p, devices[:n])

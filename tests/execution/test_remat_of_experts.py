@@ -20,6 +20,7 @@ from jaxpar.verification import traces
 from jaxpar.verification.meshes import parse_meshes
 from tests.meshes.test_experts import BASE
 from tests.slow import slow_but
+from tests.tiny import GLU
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
@@ -77,16 +78,17 @@ def saved(**fields) -> float:
 
 @pytest.mark.parametrize("dispatch", ["tokens", "rows"])
 def test_the_planner_counts_them(dispatch):
-    m, axis = BASE.model, {"parallel.expert": 2, "parallel.expert_dispatch": dispatch}
+    m, of_layer = BASE.model, BASE.model.layers[0].feed_forward
+    axis = {"parallel.expert": 2, "parallel.expert_dispatch": dispatch}
     of = lambda names: saved(**axis, **{"parallel.remat": names})  # noqa: E731
     tokens = BASE.train.global_batch_size // 2 * BASE.data.seq_len
-    k, here = m.experts_per_token, m.num_experts // 2
+    k, here = of_layer.experts_per_token, of_layer.num_experts // 2
     received = 2 * tokens
     if dispatch == "rows":
         received = 2 * rows.capacity(tokens, k, here, 2, BASE.parallel.expert_slack)
     of_tokens = received * 2 * m.d_model / tokens
     assert of("gate_up,moe_tokens") - of("gate_up") == pytest.approx(of_tokens)
-    of_weights = 6 * m.d_model * m.d_ff * here / tokens
+    of_weights = 6 * m.d_model * of_layer.expert.d_ff * here / tokens
     assert of("gate_up,moe_weights") - of("gate_up") == pytest.approx(of_weights)
 
 
@@ -128,7 +130,7 @@ def test_the_program_sends_as_the_planner_counts(names, count, layers, devices):
             r"saves moe_weights, of which a pipeline.*--parallel\.remat qkv, or .*pipeline 1",
         ),
         (
-            {"parallel.remat": "moe_tokens", "model.num_experts": 0},
+            {"parallel.remat": "moe_tokens", "model.layers.feed_forward": GLU},
             r"remat = 'moe_tokens': must be one of none, dots",
         ),
     ],

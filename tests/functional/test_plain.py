@@ -20,7 +20,7 @@ from jaxpar.runtime import exit_codes
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.train_step import make_gradient_step
 from jaxpar.verification import traces
-from tests.tiny import TINY
+from tests.tiny import EXPERTS, TINY
 
 MODEL = TINY.model
 KEY = jax.random.key(0)
@@ -135,8 +135,8 @@ def test_scores_are_of_the_logits():
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"model.d_ff": 32}, r"layers/w_\w+ = .*|has the shape"),
-        ({"model.num_experts": 4}, "is not among the parameters"),
+        ({"model.layers.feed_forward.d_ff": 32}, r"layers/w_\w+ = .*|has the shape"),
+        ({"model.layers.feed_forward": EXPERTS}, "is not among the parameters"),
         ({"model.tie_embeddings": True}, "head.*is no parameter of this model"),
     ],
     ids=str,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpar.config import Config, replace, validate
+from jaxpar.config import Attention, Config, Glu, Layer, replace, validate
 from jaxpar.kernels import attention
 from jaxpar.kernels.attention import AttentionMask, choice, choose, explain
 from jaxpar.kernels.attention import choice as measurements
@@ -366,11 +366,13 @@ def test_the_name_of_a_file():
 def test_validation_agrees_with_the_table(backend):
     able = CAPABILITIES[backend].head_dims
     for head_dim in range(2, 300, 2):
-        cfg = replace(
-            Config(), **{"compute.attention_backend": backend, "model.head_dim": head_dim}
-        )
+        mixer = Attention(num_heads=8, num_kv_heads=4, head_dim=head_dim)
+        layers = [Layer("layers", mixer, Glu(704))]
+        cfg = replace(Config(), **{"compute.attention_backend": backend, "model.layers": layers})
         if head_dim in able:
             validate.check(cfg)
             continue
-        with pytest.raises(ValueError, match=re.escape(f"model.head_dim = {head_dim}: must be ")):
+        with pytest.raises(
+            ValueError, match=re.escape(f"model.layers.mixer.head_dim = {head_dim}: must be ")
+        ):
             validate.check(cfg)

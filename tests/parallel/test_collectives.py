@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpar.config import Config, ParallelConfig, replace
+from jaxpar.config import ParallelConfig, replace
 from jaxpar.config.validate import resolve
 from jaxpar.parallel import collectives, gradients
 from jaxpar.parallel.fsdp import gather as fsdp
@@ -26,7 +26,7 @@ from jaxpar.sharding.mesh import make_mesh, shardings
 from jaxpar.sharding.params import ParamSpec
 from jaxpar.step.state import abstract_state, state_specs
 from jaxpar.step.train_step import make_gradient_step, make_train_step
-from jaxpar.verification import small_config, traces
+from jaxpar.verification import traces
 from tests.slow import slow
 from tests.tiny import TINY
 
@@ -322,12 +322,11 @@ COLLECTIVE = re.compile(
 def compiled_step(devices, **parallel) -> str:
     """Optimized HLO of the whole train step."""
     cfg = replace(
-        small_config.float32(Config()),
+        TINY,
         **{
-            "model.num_layers": 2,
-            "model.d_model": 16,
-            "model.head_dim": 4,
-            "model.d_ff": 16,
+            "model.layers.mixer.num_heads": 8,
+            "model.layers.mixer.num_kv_heads": 4,
+            "model.layers.feed_forward.d_ff": 16,
             "model.vocab_size": 16,
             "data.seq_len": 16,
             "train.global_batch_size": 4,

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxpar.config import ComputeConfig, ModelConfig, ParallelConfig
-from jaxpar.config.layout.composition import experts_of
+from jaxpar.config import ComputeConfig, Glu, ParallelConfig
 from jaxpar.model.moe.experts import ExpertWeights
 from jaxpar.model.moe.products import products_of
 from jaxpar.monitoring.hlo import collective_bytes
@@ -88,8 +87,7 @@ def layer(by, slack, devices, *, keeps=True):
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
     w = ExpertWeights(draw(E, D, F), draw(E, D, F), draw(E, F, D))
-    m = ModelConfig(num_experts=E, experts_per_token=k)
-    how = products_of(experts_of(m).expert, ComputeConfig(), 0)
+    how = products_of(Glu(F), ComputeConfig(), 0)
 
     def both(chosen, x, weights, w, d_out):
         plan = plan_rows(chosen, E, TILE, slack, by)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxpar.config import Config, replace
+from jaxpar.config import Attention, Config, Experts, Glu, Layer, Model, QkNorm, replace
 from jaxpar.config.validate import resolve
 from jaxpar.execution.decisions import execution_of
 from jaxpar.parallel.gradient_buffers import (
@@ -32,17 +32,11 @@ from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
+_BLOCK = Layer("layers", Attention(num_heads=2, num_kv_heads=2, head_dim=8), Glu(80))
 BASE = replace(
     small_config.float32(Config()),
     **{
-        "model.num_layers": 4,
-        "model.d_model": 16,
-        "model.num_heads": 2,
-        "model.num_kv_heads": 2,
-        "model.head_dim": 8,
-        "model.d_ff": 80,
-        "model.vocab_size": 64,
-        "model.init_std": 0.2,
+        "model": Model(d_model=16, vocab_size=64, layers=[_BLOCK] * 4, init_std=0.2),
         "data.seq_len": 16,
         "train.global_batch_size": 8,
         "parallel.pipeline": 2,
@@ -111,11 +105,19 @@ def axes_named(eqn):
 TENSOR_2 = {"parallel.tensor": 2}
 
 
+EXPERTS = Experts(expert=Glu(80), num_experts=4, experts_per_token=2)
+
+NORM_AND_BIASES = {
+    "model.layers.mixer.qk_norm": QkNorm(),
+    "model.layers.mixer.bias": True,
+    "model.layers.feed_forward.bias": True,
+}
+
 #: Matmuls in float8, whose sides are multiples of 16 on each device.
 FLOAT8 = {
     "compute.matmul_dtype": "float8",
-    "model.head_dim": 16,
-    "model.d_ff": 96,
+    "model.layers.mixer.head_dim": 16,
+    "model.layers.feed_forward.d_ff": 96,
     "data.seq_len": 32,
 }
 
@@ -130,9 +132,9 @@ FLOAT8 = {
         TENSOR_2 | {"parallel.data": 2, "parallel.row_groups": 2, "parallel.num_microbatches": 2},
         TENSOR_2 | {"parallel.pipeline_save": "inputs", "parallel.remat": "full"},
         TENSOR_2 | {"parallel.layer_loop": "scan"},
-        slow(TENSOR_2 | {"model.num_experts": 4, "model.experts_per_token": 2}),
+        slow(TENSOR_2 | {"model.layers.feed_forward": EXPERTS}),
         slow(TENSOR_2 | {"lora.rank": 2}),
-        slow(TENSOR_2 | {"model.qk_norm": True, "model.qkv_bias": True, "model.mlp_bias": True}),
+        slow(TENSOR_2 | NORM_AND_BIASES),
         TENSOR_2 | FLOAT8,
     ],
     ids=lambda fields: " ".join(name.partition(".")[2] for name in fields),
@@ -145,7 +147,7 @@ def test_what_a_branch_that_stages_choose_sends_stays_within_a_stage(fields, dev
     jaxpr = traced(cfg, devices[:n])
     within = {("all_to_all", "tensor")} if cfg.parallel.tensor > 1 else set()
     # The gradients of experts are added up over `sequence`, whose devices are of one stage.
-    sums = {("psum_invariant", "sequence")} if cfg.model.num_experts else set()
+    sums = {("psum_invariant", "sequence")} if "model.layers.feed_forward" in fields else set()
     found = list(chosen_by_stage(jaxpr, cfg.parallel.virtual_stages + 1))
     assert len(found) == 2, "one for the forward and one for the backward"
     for branches in found:
@@ -233,7 +235,7 @@ def test_gradients_that_are_added_up_leave_the_matmul_in_float32(
     """loops: those with a backward in them."""
     cfg = config(devices_used, **fields, **{"compute.dtype": "bfloat16"})
     jaxpr = traced(cfg, devices[:devices_used])
-    D, F = cfg.model.d_model, cfg.model.d_ff // cfg.parallel.tensor
+    D, F = cfg.model.d_model, cfg.model.layers[0].feed_forward.d_ff // cfg.parallel.tensor
     made = [e.outvars[0].aval for e in equations(jaxpr) if e.primitive.name == "dot_general"]
     of_weights = [out for out in made if out.shape in {(D, F), (F, D), (D, 2 * F), (2 * F, D)}]
     layers = cfg.model.num_layers // cfg.parallel.pipeline

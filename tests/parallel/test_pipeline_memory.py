@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 BASE = replace(
     SMALL,
     **{
-        "model.num_kv_heads": 4,
+        "model.layers.mixer.num_kv_heads": 4,
         "model.init_std": 0.2,
         "data.seq_len": 64,
         "parallel.pipeline": 2,

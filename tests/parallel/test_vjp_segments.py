@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxpar.config import Config, replace
+from jaxpar.config import Attention, Config, Experts, Glu, Layer, Model, replace
 from jaxpar.config.validate import resolve
 from jaxpar.execution import decisions
 from jaxpar.execution.decisions import execution_of
@@ -26,14 +26,13 @@ pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
 LAYERS = 4
 
+BLOCK = Layer("layers", Attention(num_heads=4, num_kv_heads=4, head_dim=8), Glu(64))
+_LOCAL = dataclasses.replace(BLOCK.mixer, window=8)
+WINDOWS = {"model.layers": [Layer("local", _LOCAL, BLOCK.feed_forward), BLOCK] * (LAYERS // 2)}
+EXPERTS = {"model.layers.feed_forward": Experts(expert=Glu(64), num_experts=4, experts_per_token=2)}
+
 BASE = {
-    "model.num_layers": LAYERS,
-    "model.d_model": 32,
-    "model.num_heads": 4,
-    "model.num_kv_heads": 4,
-    "model.head_dim": 8,
-    "model.d_ff": 64,
-    "model.vocab_size": 128,
+    "model": Model(d_model=32, vocab_size=128, layers=[BLOCK] * LAYERS),
     "data.seq_len": 64,
     "train.global_batch_size": 8,
     "parallel.num_microbatches": 4,
@@ -62,7 +61,7 @@ def all_at_once(monkeypatch) -> None:
         (PIPELINE, 1),
         (PIPELINE | {"parallel.pipeline_save": "inputs"}, 1),
         ({"parallel.tensor": 2, "parallel.data": 1}, 1),
-        (ACCUMULATED | {"model.sliding_window": 8, "model.global_every": 2}, 2),
+        (ACCUMULATED | WINDOWS, 2),
         (ACCUMULATED | {"parallel.zero": 3}, 0),  # gathered a layer ahead
         ({"parallel.data": 1, "parallel.sequence": 2}, 0),
         (ACCUMULATED | {"parallel.remat": "dots_offload"}, 0),  # fetched a layer ahead
@@ -98,7 +97,7 @@ def barriers_over_sums(cfg: Config, devices) -> int:
     Args:     cfg: of bfloat16 weights, so that a float32 matrix is a sum.
     """
     run, *given = gradient_step(cfg, devices)
-    shape = (cfg.model.d_ff // cfg.parallel.tensor, cfg.model.d_model)
+    shape = (BLOCK.feed_forward.d_ff // cfg.parallel.tensor, cfg.model.d_model)
     held = 0
     for eqn in equations(jax.make_jaxpr(run)(*given).jaxpr):
         if eqn.primitive is lax.optimization_barrier_p:
@@ -112,7 +111,7 @@ def barriers_over_sums(cfg: Config, devices) -> int:
     [
         (ACCUMULATED, LAYERS - 1),
         slow({"parallel.tensor": 2, "parallel.data": 1}, LAYERS - 1),
-        slow(ACCUMULATED | {"model.sliding_window": 8, "model.global_every": 2}, LAYERS // 2 - 1),
+        slow(ACCUMULATED | WINDOWS, LAYERS // 2 - 1),
         (PIPELINE | {"parallel.pipeline_save": "inputs"}, LAYERS // 2 - 1),
     ],
 )
@@ -142,9 +141,9 @@ def test_a_pipelines_memory_with_layers_one_by_one(devices, monkeypatch):
     "fields",
     [
         slow(ACCUMULATED | {"model.tie_embeddings": True, "parallel.remat": "full"}),
-        slow(ACCUMULATED | {"model.num_experts": 4, "model.experts_per_token": 2}),
+        slow(ACCUMULATED | EXPERTS),
         slow(PIPELINE | {"parallel.remat": "full", "lora.rank": 2}),
-        slow(PIPELINE | {"model.sliding_window": 8, "model.global_every": 2}),
+        slow(PIPELINE | WINDOWS),
     ],
 )
 def test_the_same_gradients_as_all_layers_at_once(fields, devices, monkeypatch):

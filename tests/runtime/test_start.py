@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from jaxpar.config import Config, ConfigError, RunConfig, replace
+from jaxpar.config import Config, ConfigError, Layer, RunConfig, replace
 from jaxpar.config.validate import resolve
 from jaxpar.execution import xla_flag_table
 from jaxpar.kernels.attention.capability import xla_is_deterministic
@@ -20,11 +20,13 @@ from scripts.measure import matmul_autotuned as autotuned
 from scripts.measure import matmul_table as matmuls
 from tests.config.test_command_line import run_train
 from tests.slow import slow
+from tests.tiny import ATTENTION, EXPERTS
 
 FSDP = Config()
 TENSOR = replace(FSDP, **{"parallel.tensor": 2})
 FLOAT8 = replace(FSDP, **{"compute.matmul_dtype": "float8"})
 WIDE = replace(FSDP, **{"model.d_model": 4096})
+APART = {"parallel.expert": 2, "model.layers": [Layer("layers", ATTENTION, EXPERTS)]}
 LEFT_ALONE = Config(run=RunConfig(xla_flags="none"))
 
 
@@ -85,7 +87,7 @@ def test_the_number_of_gpus_decides_if_data_is_not_given(gpu_host, monkeypatch):
 
 
 def test_tokens_of_experts_are_sent_by_copy_engines():
-    apart = replace(FSDP, **{"parallel.expert": 2, "model.num_experts": 8})
+    apart = replace(FSDP, **APART)
     rows = lambda p: {r.name for r in xla_flags.matching_rows("H100", jax.__version__, p)}  # noqa: E731
     permutes = "xla_gpu_collective_permute_mode"
     assert permutes in rows(apart) and permutes not in rows(FSDP)
@@ -93,7 +95,7 @@ def test_tokens_of_experts_are_sent_by_copy_engines():
 
 
 def test_no_flag_is_set_twice(gpu_host):
-    both = replace(TENSOR, **{"parallel.expert": 2, "model.num_experts": 8})
+    both = replace(TENSOR, **APART)
     for cfg in (FSDP, TENSOR, FLOAT8, WIDE, both):
         names = [row.name for row in xla_flags.matching_rows("H200", jax.__version__, cfg)]
         assert len(names) == len(set(names))

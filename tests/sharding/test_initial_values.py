@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar.config import QkNorm
 from jaxpar.model.parameters import param_specs
 from jaxpar.sharding.initial_values import init_options, initialize
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
@@ -22,19 +23,20 @@ from tests import weights
 from tests.slow import slow
 from tests.step.test_memory import BASE, SHARDED, STAGES, ready
 
+CHANGES = {"model.layers.mixer.bias": True, "model.layers.mixer.qk_norm": QkNorm()}
+
 
 def on_mesh(mesh_item: str, devices):
     """The state on a mesh such as "data=2,tensor=2", and its config."""
     parallel = parse_meshes([mesh_item], BASE.parallel)[mesh_item]
-    fields = {"model.qkv_bias": True, "model.qk_norm": True}
-    cfg, _ = ready(devices, **{f"parallel.{k}": v for k, v in vars(parallel).items()}, **fields)
+    cfg, _ = ready(devices, **{f"parallel.{k}": v for k, v in vars(parallel).items()}, **CHANGES)
     return cfg, init_state(cfg, make_mesh(cfg.parallel, devices[: math.prod(axis_sizes(parallel))]))
 
 
 @pytest.fixture(scope="module")
 def by_one_program(devices) -> traces.Arrays:
     """`initialize` on one device: the definition."""
-    cfg, _ = ready(devices, **{"model.qkv_bias": True, "model.qk_norm": True})
+    cfg, _ = ready(devices, **CHANGES)
     _initial_values.cache_clear()  # of generators compiled without optimizations
     make = functools.partial(initialize, param_specs(cfg.model))
     return traces.to_host(jax.jit(make)(cfg.train.seed))
@@ -56,7 +58,7 @@ def test_every_mesh_has_the_bits_of_one_program(mesh, devices, by_one_program):
 
 
 def test_the_weights_of_tests_have_the_bits_of_one_program(devices, by_one_program):
-    cfg, _ = ready(devices, **{"model.qkv_bias": True, "model.qk_norm": True})
+    cfg, _ = ready(devices, **CHANGES)
     specs = tuple(flat(param_specs(cfg.model)).items())
     made = traces.to_host(weights.values_of(specs, cfg.train.seed))
     assert not distances.differing_arrays(made, by_one_program)
@@ -65,7 +67,7 @@ def test_the_weights_of_tests_have_the_bits_of_one_program(devices, by_one_progr
 def test_a_device_makes_its_own_shard_and_no_more(devices):
     """Of each initial array: the program puts out a shard. Beside it, XLA keeps the generator's
     integers on a CPU, three of a shard's size; compiled for an H200, some KB."""
-    sizes = {"model.d_model": 256, "model.d_ff": 1024, "model.vocab_size": 4096}
+    sizes = {"model.d_model": 256, "model.layers.feed_forward.d_ff": 1024, "model.vocab_size": 4096}
     cfg, mesh = ready(devices, **sizes, **STAGES, **SHARDED)
     specs, to = flat(param_specs(cfg.model)), flat(state_shardings(cfg, mesh).params)
     key, options = jax.ShapeDtypeStruct((2,), jnp.uint32), init_options("cpu")

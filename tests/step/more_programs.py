@@ -1,151 +1,160 @@
 """Configs of further kinds of models, objectives and programs, by name, as in `programs.py`."""
 
+import dataclasses
+
+from jaxpar.config import (
+    Attention,
+    ClampedSwiglu,
+    Experts,
+    GatedDeltaNet,
+    Glu,
+    KimiDeltaAttention,
+    LatentAttention,
+    Layer,
+    Mamba2,
+    Mlp,
+    QkNorm,
+    QueryGrowth,
+    Rope,
+    RopeScaling,
+    Router,
+)
 from tests.step.programs import (
+    ATTENTION,
     CPU,
     EXPERTS,
     F8,
+    FOUR_EXPERTS,
+    GLU,
     LORA,
+    ROUTED,
     ROUTER,
+    WIDE_ATTENTION,
+    WIDE_GLU,
     WINDOWS,
     axes,
 )
 
+
+def _with(component, **fields):
+    """A component, or a layer, with some fields changed."""
+    return dataclasses.replace(component, **fields)
+
+
+_YARN = RopeScaling(kind="yarn", original_max_position=32, mscale_all_dim=1.0, attention_factor=1.0)
+_LITE = LatentAttention(
+    num_heads=8,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=16,
+    kv_lora_rank=32,
+    rope=Rope(layout="interleaved", scaling=_YARN),
+)
+_LATENT = _with(_LITE, q_lora_rank=48)
+
 #: DeepSeek-V3's attention, and DeepSeek-V2-Lite's, whose queries have no latent.
-LATENT = {
-    "model.num_kv_heads": 8,
-    "model.head_dim": 24,
-    "model.qk_rope_head_dim": 8,
-    "model.v_head_dim": 16,
-    "model.kv_lora_rank": 32,
-    "model.q_lora_rank": 48,
-    "model.rope_layout": "interleaved",
-    "model.rope_scaling.kind": "yarn",
-    "model.rope_scaling.original_max_position": 32,
-    "model.rope_scaling.mscale_all_dim": 1.0,
-    "model.rope_scaling.attention_factor": 1.0,
-}
-LATENT_LITE = LATENT | {"model.q_lora_rank": None}
-DEEPSEEK = LATENT | ROUTER | {"model.dense_layers": 1, "model.num_layers": 3}
-DEEPSEEK |= {"model.dense_d_ff": 96, "model.router_groups_per_token": 1}
+LATENT = {"model.layers.mixer": _LATENT}
+LATENT_LITE = {"model.layers.mixer": _LITE}
+_DENSE = Layer("dense_layers", _LATENT, Glu(96))
+DEEPSEEK = {"model.layers": [_DENSE, *[Layer("layers", _LATENT, ROUTED)] * 2]} | ROUTER
 MTP = {"model.mtp_depth": 2, "train.mtp_loss": 0.3}
 
 #: Layers of several kinds: Qwen3-Next's, Nemotron-H's and Nemotron 3's, Kimi Linear's.
-DELTA_NET = {
-    "model.layer_pattern": "G*",
-    "model.linear_num_key_heads": 4,
-    "model.linear_num_value_heads": 8,
-    "model.linear_key_head_dim": 16,
-    "model.linear_value_head_dim": 16,
-    "model.recurrent_chunk": 16,
-    "model.attention_gate": True,
-    "model.rope_fraction": 0.5,
+_DELTA = GatedDeltaNet(
+    num_key_heads=4, num_value_heads=8, key_head_dim=16, value_head_dim=16, chunk=16
+)
+_HALF = Rope(fraction=0.5)
+_GATED = _with(ATTENTION, rope=_HALF, gate=True)
+DELTA_NET = {"model.layers": [Layer("delta_layers", _DELTA, GLU), Layer("layers", _GATED, GLU)]}
+_NORM_OF_ALL = _with(ATTENTION, rope=_HALF, qk_norm=QkNorm(over="all"))
+OLMO_HYBRID = {
+    "model.layers": [
+        *[Layer("delta_layers", _with(_DELTA, allow_neg_eigval=True), GLU)] * 2,
+        Layer("layers", _NORM_OF_ALL, GLU, norms="after"),
+    ]
 }
-OLMO_HYBRID = DELTA_NET | {
-    "model.layer_pattern": "GG*",
-    "model.num_layers": 3,
-    "model.qk_norm": True,
-    "model.qk_norm_over": "all",
-    "model.pre_norms": False,
-    "model.post_norms": True,
-    "model.recurrent_norms": "before",
-    "model.linear_allow_neg_eigval": True,
-    "model.attention_gate": False,
+_KDA = KimiDeltaAttention(num_heads=8, key_head_dim=16, value_head_dim=16, chunk=16)
+_OF_KDA = _with(ROUTED, router=Router(score="sigmoid", balancing_bias=True))
+KDA = {
+    "model.layers": [
+        Layer("kda_dense_layers", _KDA, Glu(96)),
+        Layer("kda_layers", _KDA, _OF_KDA),
+        Layer("layers", _with(_LITE, rope=None), _OF_KDA),
+    ]
 }
-KDA = LATENT_LITE | {
-    "model.layer_pattern": "kK*",
-    "model.num_layers": 3,
-    "model.rope_fraction": 0.0,
-    "model.linear_num_key_heads": 8,
-    "model.linear_num_value_heads": 8,
-    "model.linear_key_head_dim": 16,
-    "model.linear_value_head_dim": 16,
-    "model.recurrent_chunk": 16,
-    "model.num_experts": 4,
-    "model.num_shared_experts": 1,
-    "model.dense_d_ff": 96,
-    "model.router_score": "sigmoid",
-    "model.router_bias": True,
-}
-KDA = {name: value for name, value in KDA.items() if not name.startswith("model.rope_scaling")}
-MAMBA = {
-    "model.layer_pattern": "M-*-",
-    "model.num_layers": 4,
-    "model.mamba_num_heads": 8,
-    "model.mamba_head_dim": 16,
-    "model.mamba_state_size": 16,
-    "model.mamba_num_groups": 4,
-    "model.mamba_min_step": 0.02,
-    "model.recurrent_chunk": 16,
-    "model.rope_fraction": 0.0,
-    "model.mlp_gate": False,
-    "model.activation": "relu_squared",
-}
-NEMOTRON_3 = MAMBA | EXPERTS
-NEMOTRON_3 |= {"model.layer_pattern": "ME*E-", "model.num_layers": 5, "model.dense_d_ff": 96}
-NEMOTRON_3 |= {"model.num_shared_experts": 2, "model.router_score": "sigmoid"}
-NEMOTRON_3 |= {"model.router_bias": True}
+
+
+def _mamba(mixer: Mamba2, attention: Attention, d_ff: int) -> list[Layer]:
+    """A mixer or a feed-forward a layer."""
+    mlp = Layer("mlp_layers", None, Mlp(d_ff, activation="relu_squared"))
+    attends = Layer("layers", _with(attention, rope=None), None)
+    return [Layer("mamba_layers", mixer, None), mlp, attends, mlp]
+
+
+_SSM = Mamba2(num_heads=8, head_dim=16, state_size=16, num_groups=4, min_step=0.02, chunk=16)
+MAMBA = {"model.layers": _mamba(_SSM, ATTENTION, 128)}
+_WITH_MLP, _MLP, _ATTENDS, _ = _mamba(_SSM, ATTENTION, 96)
+_SPARSE = _with(_OF_KDA, expert=Mlp(128, activation="relu_squared"), num_shared_experts=2)
+_MOE = Layer("moe_layers", None, _SPARSE)
+NEMOTRON_3 = {"model.layers": [_WITH_MLP, _MOE, _ATTENDS, _MOE, _MLP]}
 
 #: Gemma 4's global layers, Llama 4's chunks, gpt-oss's sinks, GPT-3's and GPT-J's blocks, Granite.
+_NORMED = _with(ATTENTION, qk_norm=QkNorm(), value_norm=True)
+_WINDOW = _with(_NORMED, window=16, rope=Rope(theta=1e4))
+_GLOBAL = _with(_NORMED, head_dim=32, num_kv_heads=2, keys_as_values=True)
 GLOBAL = {
-    "model.layer_pattern": "*A",
-    "model.sliding_window": 16,
-    "model.global_head_dim": 32,
-    "model.global_num_kv_heads": 2,
-    "model.global_keys_as_values": True,
-    "model.local_rope_theta": 1e4,
-    "model.qk_norm": True,
-    "model.value_norm": True,
-    "model.layer_scale": True,
-    "model.post_norms": True,
+    "model.layers": [
+        Layer("layers", _WINDOW, GLU, norms="around", scaled=True),
+        Layer("global_layers", _GLOBAL, GLU, norms="around", scaled=True),
+    ]
 }
-CHUNKS = {
-    "model.attention_chunk": 16,
-    "model.global_every": 2,
-    "model.nope_every": 2,
-    "model.nope_query_beta": 0.3,
-    "model.nope_query_span": 4,
-    "model.qk_norm": True,
-    "model.qk_norm_gain": False,
+_PLAIN_NORM = _with(ATTENTION, qk_norm=QkNorm(gain=False))
+_ONE_EXPERT = Experts(
+    expert=GLU,
+    num_experts=4,
+    experts_per_token=1,
+    router=Router(score="sigmoid", normalize=False, scales_input=True),
+    num_shared_experts=1,
+)
+_GROWN = _with(_PLAIN_NORM, rope=None, growth=QueryGrowth(beta=0.3, span=4))
+LLAMA_4 = {
+    "model.layers": [
+        Layer("dense_layers", _with(_PLAIN_NORM, chunk=16), GLU),
+        Layer("layers", _GROWN, _ONE_EXPERT),
+    ]
 }
-LLAMA_4 = CHUNKS | EXPERTS | {"model.router_scales_input": True, "model.router_score": "sigmoid"}
-LLAMA_4 |= {"model.experts_per_token": 1, "model.normalize_experts": False, "model.moe_every": 2}
-LLAMA_4 |= {"model.num_shared_experts": 1, "model.dense_layers": 1}
-GPT_OSS = EXPERTS | {
-    "model.attention_sinks": True,
-    "model.global_every": 2,
-    "model.sliding_window": 16,
-    "model.expert_bias": True,
-    "model.router_linear_bias": True,
-    "model.activation": "clamped_swiglu",
-    "model.qkv_bias": True,
-    "model.out_bias": True,
+_SINKS = _with(ATTENTION, bias=True, out_bias=True, sinks=True)
+_CLAMPED = _with(
+    FOUR_EXPERTS,
+    expert=Glu(128, activation=ClampedSwiglu(), bias=True),
+    router=Router(linear_bias=True),
+)
+GPT_OSS = {
+    "model.layers": [
+        Layer("local", _with(_SINKS, window=16), _CLAMPED),
+        Layer("layers", _SINKS, _CLAMPED),
+    ]
 }
+_BIASED = _with(ATTENTION, rope=None, bias=True, out_bias=True)
 GPT_3 = {
     "model.norm": "layer",
-    "model.mlp_gate": False,
-    "model.activation": "gelu",
-    "model.positions": "learned",
     "model.max_positions": 64,
-    "model.qkv_bias": True,
-    "model.out_bias": True,
-    "model.mlp_bias": True,
+    "model.layers": [Layer("layers", _BIASED, Mlp(128, activation="gelu", bias=True))] * 2,
 }
-GPT_J = {
-    "model.norm": "layer",
-    "model.mlp_gate": False,
-    "model.activation": "gelu_exact",
-    "model.parallel_block": True,
-    "model.shared_norm": True,
-    "model.mlp_bias": True,
-    "model.rope_fraction": 0.5,
-}
+_GPT_J = Layer(
+    "layers",
+    _with(ATTENTION, rope=_HALF),
+    Mlp(128, activation="gelu_exact", bias=True),
+    parallel="one_norm",
+)
+GPT_J = {"model.norm": "layer", "model.layers": [_GPT_J] * 2}
 GRANITE = {
     "model.embedding_multiplier": 12.0,
     "model.residual_multiplier": 0.2,
     "model.logits_scaling": 8.0,
-    "model.attention_multiplier": 0.01,
+    "model.layers.mixer.scale": 0.01,
 }
-SOFTCAPS = {"model.attention_softcap": 50.0, "model.logits_softcap": 30.0}
+SOFTCAPS = {"model.layers.mixer.softcap": 50.0, "model.logits_softcap": 30.0}
 
 DPO = {"dpo.beta": 0.1, "dpo.label_smoothing": 0.1}
 DISTILL = {"distill.teacher": "runs/teacher", "distill.top_k": 8, "distill.temperature": 2.0}
@@ -161,7 +170,9 @@ MODELS: dict[str, dict] = {
     "latent, tensor": axes(data=4, tensor=2) | LATENT,
     "latent, sequence": axes(data=2, sequence=2, tensor=2, context="ring") | LATENT_LITE,
     "latent, pipeline": axes(data=2, pipeline=2, tensor=2, num_microbatches=2, zero=1) | LATENT,
-    "latent, float8": axes(data=4, tensor=2) | LATENT | F8 | {"model.qk_rope_head_dim": 16},
+    "latent, float8": axes(data=4, tensor=2)
+    | {"model.layers.mixer": _with(_LATENT, qk_nope_head_dim=8, qk_rope_head_dim=16)}
+    | F8,
     "latent, row groups": axes(data=4, tensor=2, row_groups=2) | LATENT,
     "latent, lora": axes(data=8)
     | LATENT
@@ -173,15 +184,13 @@ MODELS: dict[str, dict] = {
     "delta rule, norms before": axes(data=4, tensor=2) | OLMO_HYBRID,
     "delta rule, experts": axes(data=2, expert=2, tensor=2)
     | DELTA_NET
-    | EXPERTS
-    | {"model.num_shared_experts": 1, "model.shared_expert_gate": True},
+    | {"model.*.feed_forward": _with(FOUR_EXPERTS, num_shared_experts=1, shared_expert_gate=True)},
     "kda": axes(data=8) | KDA,
     "kda, meshes": axes(data=2, tensor=2, sequence=2) | KDA,
     "mamba": axes(data=8) | MAMBA,
     "mamba, meshes": axes(data=2, tensor=2, sequence=2) | MAMBA,
     "mamba, pipeline": axes(data=4, pipeline=2, num_microbatches=2, zero=1)
-    | MAMBA
-    | {"model.num_layers": 8},
+    | {"model.layers": MAMBA["model.layers"] * 2},
     "mamba, experts": axes(data=4, tensor=2) | NEMOTRON_3,
     "mtp": axes(data=8) | MTP,
     "mtp, pipeline": axes(data=2, tensor=2, pipeline=2, num_microbatches=2, zero=1) | MTP,
@@ -242,7 +251,7 @@ ONLY_OTHER: dict[str, dict] = {"diloco, overlap": REPLICAS | OVERLAP}
 #: Name -> changes to TINY, of models that generate text, on one device or two tensor ranks.
 SAMPLED: dict[str, dict] = {
     "dense": {},
-    "windows": WINDOWS | {"model.num_layers": 4},
+    "windows": WINDOWS,
     "latent": LATENT,
     "delta rule": DELTA_NET,
     "kda": KDA,
@@ -255,28 +264,33 @@ SAMPLED: dict[str, dict] = {
 #: Models whose modules draft tokens.
 DRAFTING: dict[str, dict] = {"deepseek, mtp": DEEPSEEK | MTP}
 
-_WIDE_LATENT = {
-    "model.num_kv_heads": 16,
-    "model.head_dim": 192,
-    "model.qk_rope_head_dim": 64,
-    "model.v_head_dim": 128,
-    "model.kv_lora_rank": 512,
-    "model.q_lora_rank": None,
-}
-_WIDE_HEADS = {"model.linear_num_key_heads": 16, "model.linear_num_value_heads": 16}
-_WIDE_HEADS |= {"model.linear_key_head_dim": 128, "model.linear_value_head_dim": 128}
-_WIDE_HEADS |= {"model.recurrent_chunk": 64}
+_WIDE_LATENT = LatentAttention(
+    num_heads=16, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, kv_lora_rank=512
+)
+_WIDE_DELTA = GatedDeltaNet(
+    num_key_heads=16, num_value_heads=16, key_head_dim=128, value_head_dim=128
+)
+_WIDE_SSM = Mamba2(num_heads=64, head_dim=64, state_size=128, num_groups=8, min_step=0.02)
+_WIDE_SINKS = _with(WIDE_ATTENTION, sinks=True)
 
 #: Name -> changes to LARGE, of train steps lowered for an H200.
 CUDA_MODELS: dict[str, dict] = {
-    "cuda: latent": axes(data=4, tensor=2) | _WIDE_LATENT,
-    "cuda: delta rule": axes(data=8) | DELTA_NET | _WIDE_HEADS,
-    "cuda: mamba": axes(data=8)
-    | MAMBA
-    | {"model.mamba_num_heads": 64, "model.mamba_head_dim": 64, "model.mamba_state_size": 128}
-    | {"model.mamba_num_groups": 8, "model.recurrent_chunk": 64},
+    "cuda: latent": axes(data=4, tensor=2) | {"model.layers.mixer": _WIDE_LATENT},
+    "cuda: delta rule": axes(data=8)
+    | {
+        "model.layers": [
+            Layer("delta_layers", _WIDE_DELTA, WIDE_GLU),
+            Layer("layers", _with(WIDE_ATTENTION, rope=_HALF, gate=True), WIDE_GLU),
+        ]
+    },
+    "cuda: mamba": axes(data=8) | {"model.layers": _mamba(_WIDE_SSM, WIDE_ATTENTION, 4096)},
     "cuda: windows, sinks": axes(data=4, tensor=2)
-    | {"model.attention_sinks": True, "model.sliding_window": 1024, "model.global_every": 2},
+    | {
+        "model.layers": [
+            Layer("local", _with(_WIDE_SINKS, window=1024), WIDE_GLU),
+            Layer("layers", _WIDE_SINKS, WIDE_GLU),
+        ]
+    },
 }
 
 

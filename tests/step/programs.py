@@ -1,56 +1,72 @@
 """Small configs that together take every way in which a step is executed, by name."""
 
+import dataclasses
+
+from jaxpar.config import Attention, Experts, Glu, Layer, Model, QkNorm, Rope, Router
+
+#: The parts of TINY's layers, which are named "layers".
+ATTENTION = Attention(num_heads=8, num_kv_heads=4, head_dim=16)
+GLU = Glu(128)
+
 TINY = {
-    "model.num_layers": 2,
-    "model.d_model": 64,
-    "model.num_heads": 8,
-    "model.num_kv_heads": 4,
-    "model.head_dim": 16,
-    "model.d_ff": 128,
-    "model.vocab_size": 256,
+    "model": Model(d_model=64, vocab_size=256, layers=[Layer("layers", ATTENTION, GLU)] * 2),
     "data.seq_len": 64,
     "train.global_batch_size": 16,
     "parallel.layer_loop": "unroll",
 }
 
-#: Sizes that the kernels of SwiGLU, the softmax and float8 take, and Hopper's attention.
-LARGE = {
-    "model.num_layers": 2,
-    "model.d_model": 2048,
-    "model.num_heads": 16,
-    "model.num_kv_heads": 8,
-    "model.head_dim": 128,
-    "model.d_ff": 4096,
-    "model.vocab_size": 1024,
+#: Those of LARGE's: sizes that the kernels of SwiGLU, the softmax and float8 take, and Hopper's
+#: attention.
+WIDE_ATTENTION = Attention(num_heads=16, num_kv_heads=8, head_dim=128)
+WIDE_GLU = Glu(4096)
+
+LARGE = TINY | {
+    "model": Model(
+        d_model=2048, vocab_size=1024, layers=[Layer("layers", WIDE_ATTENTION, WIDE_GLU)] * 2
+    ),
     "data.seq_len": 4096,
-    "train.global_batch_size": 16,
-    "parallel.layer_loop": "unroll",
 }
 
 F8 = {"compute.matmul_dtype": "float8"}
 ROW = F8 | {"compute.float8_scaling": "row"}
-BIASES = {"model.qkv_bias": True, "model.out_bias": True, "model.mlp_bias": True}
-GEMMA = {
-    "model.post_norms": True,
-    "model.norm_offset": True,
-    "model.activation": "gelu",
-    "model.embed_scale": True,
-    "model.query_scale_dim": 32,
-    "model.qk_norm": True,
-    "model.tie_embeddings": True,
+BIASES = {
+    "model.layers.mixer.bias": True,
+    "model.layers.mixer.out_bias": True,
+    "model.layers.feed_forward.bias": True,
 }
-WINDOWS = {"model.sliding_window": 16, "model.global_every": 2, "model.local_rope_theta": 1e4}
-EXPERTS = {"model.num_experts": 4}
-ROUTER = EXPERTS | {
-    "model.num_shared_experts": 1,
-    "model.router_score": "sigmoid",
-    "model.router_bias": True,
-    "model.router_groups": 2,
+QK_NORM = {"model.layers.mixer.qk_norm": QkNorm()}
+GELU = {"model.layers.feed_forward.activation": "gelu"}
+GEMMA = (
+    QK_NORM
+    | GELU
+    | {
+        "model.layers.norms": "around",
+        "model.layers.mixer.scale_dim": 32,
+        "model.norm_offset": True,
+        "model.embed_scale": True,
+        "model.tie_embeddings": True,
+    }
+)
+_LOCAL = dataclasses.replace(ATTENTION, window=16, rope=Rope(theta=1e4))
+WINDOWS = {"model.layers": [Layer("local", _LOCAL, GLU), Layer("layers", ATTENTION, GLU)] * 2}
+FOUR_EXPERTS = Experts(expert=GLU, num_experts=4, experts_per_token=2)
+EXPERTS = {"model.layers.feed_forward": FOUR_EXPERTS}
+ROUTED = dataclasses.replace(
+    FOUR_EXPERTS,
+    num_shared_experts=1,
+    router=Router(score="sigmoid", balancing_bias=True, groups=2),
+)
+ROUTER = {
+    "model.layers.feed_forward": ROUTED,
     "train.balance_loss": 0.01,
     "train.router_z_loss": 0.001,
 }
 LORA = {"lora.rank": 4}
 FLOAT32 = {"compute.dtype": "float32"}
+
+
+def _expert_width(d_ff: int) -> dict:
+    return {"model.layers.feed_forward.expert.d_ff": d_ff}
 
 
 def axes(**fields) -> dict:
@@ -102,7 +118,7 @@ CPU: dict[str, dict] = {
     "float8, row, tensor": axes(data=4, tensor=2, remat="none") | ROW,
     "float8, gathers": axes(data=8, gather_dtype="float8") | F8,
     "float8, zero 1, microbatches": axes(data=8, zero=1, num_microbatches=2) | F8,
-    "float8, gelu": axes(data=8) | F8 | {"model.activation": "gelu"},
+    "float8, gelu": axes(data=8) | F8 | GELU,
     "float8, lora": axes(data=8) | F8 | LORA,
     "float8, scan": axes(data=8, layer_loop="scan") | F8,
     "float8, biases, names": axes(data=8, remat="attn_norm,qkv,mlp_hidden") | F8 | BIASES,
@@ -137,17 +153,17 @@ CPU: dict[str, dict] = {
     "experts apart": axes(data=2, expert=4, layer_loop="unroll") | EXPERTS,
     "experts apart, rounds": axes(data=2, expert=2, tensor=2, expert_slack=0.5) | ROUTER,
     "experts apart, pipeline": axes(expert=4, data=1, pipeline=2, num_microbatches=2) | EXPERTS,
-    "experts, not normalized": axes(data=8) | EXPERTS | {"model.normalize_experts": False},
+    "experts, not normalized": axes(data=8)
+    | EXPERTS
+    | {"model.layers.feed_forward.router.normalize": False},
     "experts, every option": axes(data=2, tensor=2, pipeline=2, num_microbatches=2) | ROUTER,
     # kinds of models
     "biases": axes(data=8) | BIASES,
-    "biases, qk norm": axes(data=4, tensor=2) | BIASES | {"model.qk_norm": True},
+    "biases, qk norm": axes(data=4, tensor=2) | BIASES | QK_NORM,
     "gemma": axes(data=8) | GEMMA,
     "gemma, tensor": axes(data=4, tensor=2) | GEMMA,
-    "windows": axes(data=8) | WINDOWS | {"model.num_layers": 4},
-    "windows, zero 1": axes(data=4, tensor=2, zero=1, num_microbatches=2)
-    | WINDOWS
-    | {"model.num_layers": 4},
+    "windows": axes(data=8) | WINDOWS,
+    "windows, zero 1": axes(data=4, tensor=2, zero=1, num_microbatches=2) | WINDOWS,
     "ring": axes(data=2, sequence=4, context="ring"),
     "ulysses": axes(data=2, sequence=4, context="ulysses"),
 }
@@ -162,8 +178,8 @@ CUDA: dict[str, dict] = {
     "cuda: float8": axes(data=8) | F8,
     "cuda: float8, tensor": axes(data=4, tensor=2) | F8,
     "cuda: float8, row": axes(data=8) | ROW,
-    "cuda: experts": axes(data=8) | EXPERTS | {"model.d_ff": 1024},
-    "cuda: experts, tensor": axes(data=4, tensor=2, zero=1) | EXPERTS | {"model.d_ff": 768},
+    "cuda: experts": axes(data=8) | EXPERTS | _expert_width(1024),
+    "cuda: experts, tensor": axes(data=4, tensor=2, zero=1) | EXPERTS | _expert_width(768),
     "cuda: lora": axes(data=8) | LORA,
     "cuda: gemma": axes(data=8) | GEMMA,
     "cuda: metrics of layers": axes(data=4, tensor=2) | {"metrics.layers": "all"},

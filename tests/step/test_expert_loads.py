@@ -8,19 +8,18 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxpar.config import Config, replace
+from jaxpar.config import replace
 from jaxpar.model.probes import Probed
 from jaxpar.parallel.collectives import varying
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.features.experts import ExpertLoads, balance_bias, load_metrics, reduce_tallies
+from tests.tiny import EXPERTS, TINY
 
 CFG = replace(
-    Config(),
+    TINY,
     **{
-        "model.num_layers": 2,
-        "model.num_experts": 4,
-        "model.experts_per_token": 2,
-        "model.router_bias": True,
+        "model.layers.feed_forward": EXPERTS,
+        "model.layers.feed_forward.router.balancing_bias": True,
         "train.router_bias_rate": 0.5,
         "train.balance_loss": 0.1,
         "parallel.data": 2,
@@ -43,7 +42,7 @@ def test_bias_moves_against_the_load(ok, change):
 def test_without_loads_nothing_moves():
     params = {"layers": {"router_bias": jnp.ones((1, 4))}}
     assert balance_bias(params, None, jnp.bool_(True), CFG) is params
-    dense = replace(CFG, **{"model.router_bias": False})
+    dense = replace(CFG, **{"model.layers.feed_forward.router.balancing_bias": False})
     loads = ExpertLoads(jnp.ones((1, 4)), jnp.zeros((1, 2)), jnp.zeros(1))
     assert balance_bias({}, loads, jnp.bool_(True), dense) == {}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxpar.config import replace
+from jaxpar.config import QkNorm, replace
 from tests.step import figures, figures_of
 from tests.tiny import TINY
 
@@ -74,11 +74,11 @@ def test_a_difference_names_config_part_and_entry():
     [
         ("specs", {"model.tie_embeddings": True}),
         ("specs", {"model.init_std": 0.1}),
-        ("counts", {"model.d_ff": 48}),
+        ("counts", {"model.layers.feed_forward.d_ff": 48}),
         ("plan", {"parallel.remat": "full"}),
-        ("shrunk", {"model.qk_norm": True}),
-        ("layout", {"model.qk_norm": True}),
-        ("layout", {"model.mlp_bias": True}),
+        ("shrunk", {"model.layers.mixer.qk_norm": QkNorm()}),
+        ("layout", {"model.layers.mixer.qk_norm": QkNorm()}),
+        ("layout", {"model.layers.feed_forward.bias": True}),
         ("checkpoint", {"optimizer.name": "lion"}),
     ],
 )

@@ -7,20 +7,20 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.config import ConfigError, replace
+from jaxpar.config import ConfigError, Router, replace
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import init_state, state_shardings
 from jaxpar.step.train_step import make_eval_step, make_gradient_step, make_train_step
 from jaxpar.verification import distances, traces
 from tests.slow import slow
-from tests.tiny import TINY
+from tests.tiny import EXPERTS, TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
 MOMENTS = {"optimizer.offload": True}
 MASTERS = MOMENTS | {"optimizer.offload_masters": True}
-BASE = replace(TINY, **{"compute.dtype": "bfloat16", "model.qkv_bias": True})
+BASE = replace(TINY, **{"compute.dtype": "bfloat16", "model.layers.mixer.bias": True})
 STAGES = {
     "parallel.pipeline": 2,
     "parallel.num_microbatches": 2,
@@ -41,10 +41,8 @@ MESHES = {
     "unequal stages": {**STAGES, "parallel.layers_per_stage": "3,1"},
     "experts": {
         "parallel.expert": 2,
-        "model.num_experts": 4,
-        "model.experts_per_token": 2,
-        "model.router_bias": True,
-        "model.router_score": "sigmoid",
+        "model.layers.feed_forward": EXPERTS,
+        "model.layers.feed_forward.router": Router(score="sigmoid", balancing_bias=True),
     },
 }
 

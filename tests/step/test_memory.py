@@ -127,7 +127,7 @@ def test_deterministic_kernels_and_values_on_the_host_are_refused_on_gpus(remat,
 def test_zero_2_sums_the_gradients_of_shards(devices):
     """ZeRO-1's float32 sums are complete; three quarters of them are missing here."""
     fields = {"parallel.data": 4, "parallel.num_microbatches": 2, "train.global_batch_size": 16}
-    size = {"model.d_model": 128, "model.d_ff": 512, "model.vocab_size": 64}
+    size = {"model.d_model": 128, "model.layers.feed_forward.d_ff": 512}
     temporary, parameters = {}, 0
     for zero in (1, 2):
         cfg, mesh = ready(devices, **fields, **size, **{"parallel.zero": zero})

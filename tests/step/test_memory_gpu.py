@@ -17,24 +17,24 @@ from typing import Any
 
 import pytest
 
-from jaxpar.config import Config, replace
+from jaxpar.config import Attention, Config, Glu, Layer, Model, replace
 from jaxpar.config.serialize import from_json, to_json
 
 pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).resolve().parents[2]
 
+ATTENTION = Attention(num_heads=16, num_kv_heads=8, head_dim=64)
+
 #: On one GPU; about 150 million parameters and 32,768 tokens.
 BASE = replace(
     Config(),
     **{
-        "model.num_layers": 8,
-        "model.d_model": 1024,
-        "model.num_heads": 16,
-        "model.num_kv_heads": 8,
-        "model.head_dim": 64,
-        "model.d_ff": 4096,
-        "model.vocab_size": 8192,
+        "model": Model(
+            d_model=1024,
+            vocab_size=8192,
+            layers=[Layer("layers", ATTENTION, Glu(4096))] * 8,
+        ),
         "compute.attention_deterministic": True,
         "data.seq_len": 4096,
         "train.global_batch_size": 8,
@@ -71,7 +71,7 @@ def measured(flags: str = DETERMINISTIC, **fields: Any) -> dict[str, Any]:
 def offloaded_bytes() -> int:
     """layer_input and attn_out of every layer, in bfloat16."""
     m, tokens = BASE.model, BASE.train.global_batch_size * BASE.data.seq_len
-    return 2 * tokens * m.num_layers * (m.d_model + m.num_heads * m.head_dim)
+    return 2 * tokens * m.num_layers * (m.d_model + ATTENTION.num_heads * ATTENTION.head_dim)
 
 
 def test_offloaded_activations_lower_the_peak_and_keep_every_bit():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
-from jaxpar.config import Config, replace
+from jaxpar.config import Attention, Config, Glu, Layer, Model, replace
 from jaxpar.config.validate import resolve
 from jaxpar.execution import decisions
 from jaxpar.kernels.platform import Platform
@@ -26,16 +26,11 @@ from tests.step.kernel_bodies import kernels_of
 
 pytestmark = pytest.mark.gpu
 
+_BLOCK = Layer("layers", Attention(num_heads=4, num_kv_heads=4, head_dim=64), Glu(512))
 TINY = replace(
     Config(),
     **{
-        "model.num_layers": 2,
-        "model.d_model": 256,
-        "model.num_heads": 4,
-        "model.num_kv_heads": 4,
-        "model.head_dim": 64,
-        "model.d_ff": 512,
-        "model.vocab_size": 512,
+        "model": Model(d_model=256, vocab_size=512, layers=[_BLOCK] * 2),
         "data.seq_len": 256,
         "train.global_batch_size": 8,
         "optimizer.warmup_steps": 0,
@@ -44,7 +39,14 @@ TINY = replace(
 
 #: As wide as all kernels want it, and slower to learn: in fifty steps at the default rate it would
 #: know its batches by heart, and no relative error of so small a loss says anything.
-WIDE = replace(TINY, **{"model.d_model": 2048, "model.d_ff": 1024, "optimizer.learning_rate": 3e-5})
+WIDE = replace(
+    TINY,
+    **{
+        "model.d_model": 2048,
+        "model.layers.feed_forward.d_ff": 1024,
+        "optimizer.learning_rate": 3e-5,
+    },
+)
 KERNELS = ("swiglu", "swiglu_backward", "softmax_exponentials")
 
 
