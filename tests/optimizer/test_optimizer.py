@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.config import Config, OptimizerConfig, replace
+from jaxpar.config import Attention, Glu, Layer, Model, OptimizerConfig, QkNorm
 from jaxpar.model.parameters import param_specs
 from jaxpar.optimizer import schedules
 from jaxpar.optimizer.rules import make_optimizer
@@ -18,22 +18,10 @@ from jaxpar.sharding.params import abstract, decay_mask, flat
 PEAK, RATIO, WARMUP, STEPS = 3e-3, 0.1, 10, 110
 FLOOR = PEAK * RATIO
 
-MODEL = replace(
-    Config(),
-    **{
-        "model.num_layers": 2,
-        "model.d_model": 8,
-        "model.num_heads": 2,
-        "model.num_kv_heads": 1,
-        "model.head_dim": 4,
-        "model.d_ff": 12,
-        "model.vocab_size": 16,
-        "model.qk_norm": True,
-        "model.qkv_bias": True,
-        "model.out_bias": True,
-        "model.mlp_bias": True,
-    },
-).model
+_HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 4}
+_ATTENTION = Attention(**_HEADS, qk_norm=QkNorm(), bias=True, out_bias=True)
+_LAYER = Layer("layers", _ATTENTION, Glu(12, bias=True))
+MODEL = Model(d_model=8, vocab_size=16, layers=[_LAYER] * 2)
 
 
 def rates(schedule: str, warmup: int = WARMUP, steps: int = STEPS) -> np.ndarray:
