@@ -15,7 +15,7 @@ from jaxpar.model import flops
 from jaxpar.model.moe import experts, router
 from jaxpar.model.moe.products import InComputeDtype
 from tests.expert_sums import expert_sums
-from tests.tiny import ATTENTION, EXPERTS, GLU
+from tests.tiny import ATTENTION, EXPERTS
 
 
 def test_a_token_takes_its_likeliest_experts():

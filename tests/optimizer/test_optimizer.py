@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.config import Attention, Glu, Layer, Model, OptimizerConfig, QkNorm
+from jaxpar.config import (
+    Attention,
+    Experts,
+    Glu,
+    Layer,
+    Model,
+    OptimizerConfig,
+    QkNorm,
+    Router,
+)
 from jaxpar.model.parameters import param_specs
 from jaxpar.optimizer import schedules
 from jaxpar.optimizer.rules import make_optimizer
@@ -149,8 +158,10 @@ def test_matrices_decay_and_norms_and_biases_do_not():
 
 
 def test_biases_of_experts_do_not_decay():
-    fields = {"mlp_bias": False, "num_experts": 4, "expert_bias": True, "router_linear_bias": True}
-    mask = flat(decay_mask(param_specs(dataclasses.replace(MODEL, **fields))))
+    expert, router = Glu(12, bias=True), Router(linear_bias=True)
+    experts = Experts(expert=expert, num_experts=4, experts_per_token=2, router=router)
+    layers = [Layer("layers", _ATTENTION, experts)] * 2
+    mask = flat(decay_mask(param_specs(MODEL.with_layers(layers))))
     assert not any(mask[f"layers/b_{name}"] for name in ("gate", "up", "down", "router"))
     assert mask["layers/w_down"] and mask["layers/router"]
 
