@@ -14,7 +14,6 @@ from jaxpar.config import (
     Attention,
     ClampedSwiglu,
     Config,
-    Experts,
     GatedDeltaNet,
     Glu,
     LatentAttention,
@@ -25,7 +24,6 @@ from jaxpar.config import (
     QueryGrowth,
     Rope,
     RopeScaling,
-    Router,
     replace,
 )
 from jaxpar.config.validate import resolve
@@ -37,7 +35,7 @@ from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import init_state
 from jaxpar.verification import small_config
 from tests.slow import slow_but
-from tests.tiny import GLU
+from tests.tiny import EXPERTS, GLU
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -109,12 +107,9 @@ MODELS = {
     )
     | {"model.*.mixer.qk_norm": QkNorm(gain=False)},
     "experts": {
-        "model.layers.feed_forward": Experts(
-            expert=Glu(24, ClampedSwiglu(limit=1.0), bias=True),
-            num_experts=4,
-            experts_per_token=2,
-            router=Router(linear_bias=True),
-        )
+        "model.layers.feed_forward": EXPERTS,
+        "model.*.feed_forward.expert": Glu(24, ClampedSwiglu(limit=1.0), bias=True),
+        "model.*.feed_forward.router.linear_bias": True,
     },
     "recurrent": layers(DELTA_NET, Attention(**HEADS, gate=True)),
     "layers of one branch": {

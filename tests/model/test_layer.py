@@ -3,20 +3,20 @@
 import jax
 import pytest
 
-from jaxpar.config import Attention, Config, Experts, Glu, QkNorm, Router, replace
+from jaxpar.config import Config, QkNorm, replace
 from jaxpar.config.layout.composition import model_of
 from jaxpar.execution.decisions import execution_of
 from jaxpar.model import fused_weights, layer, parameters
 from jaxpar.sharding.initial_values import initialize
 from tests import tiny
 
-HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 KINDS = {
     "sinks": {"model.layers.mixer.sinks": True},
     "norms after": {"model.layers.norms": "after"},
     "dense": {},
     "biases": {
-        "model.layers.mixer": Attention(**HEADS, bias=True, out_bias=True),
+        "model.layers.mixer.bias": True,
+        "model.layers.mixer.out_bias": True,
         "model.layers.feed_forward.bias": True,
     },
     "gemma": {
@@ -29,12 +29,9 @@ KINDS = {
         "model.layers.feed_forward": tiny.EXPERTS,
     },
     "gpt-oss": {
-        "model.layers.feed_forward": Experts(
-            expert=Glu(64, bias=True),
-            num_experts=4,
-            experts_per_token=2,
-            router=Router(linear_bias=True),
-        )
+        "model.layers.feed_forward": tiny.EXPERTS,
+        "model.*.feed_forward.expert.bias": True,
+        "model.*.feed_forward.router.linear_bias": True,
     },
     "adapters": {"lora.rank": 2},
 }

@@ -11,14 +11,7 @@ import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers
 
-from jaxpar.config import (
-    Config,
-    ConfigError,
-    LatentAttention,
-    OptimizerConfig,
-    registry,
-    replace,
-)
+from jaxpar.config import Config, ConfigError, LatentAttention, OptimizerConfig, registry, replace
 from jaxpar.config.validate import check, resolve
 from jaxpar.model.parameters import param_specs, trainable_specs
 from jaxpar.optimizer.muon import orthogonalize, scale

@@ -7,22 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.config import (
-    Attention,
-    Experts,
-    Glu,
-    Layer,
-    Model,
-    OptimizerConfig,
-    QkNorm,
-    Router,
-)
+from jaxpar.config import Attention, Glu, Layer, Model, OptimizerConfig, QkNorm, Router
 from jaxpar.model.parameters import param_specs
 from jaxpar.optimizer import schedules
 from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.optimizer.schedules import learning_rate
 from jaxpar.parallel.gradients import clip
 from jaxpar.sharding.params import abstract, decay_mask, flat
+from tests.tiny import EXPERTS
 
 PEAK, RATIO, WARMUP, STEPS = 3e-3, 0.1, 10, 110
 FLOOR = PEAK * RATIO
@@ -158,8 +150,8 @@ def test_matrices_decay_and_norms_and_biases_do_not():
 
 
 def test_biases_of_experts_do_not_decay():
-    expert, router = Glu(12, bias=True), Router(linear_bias=True)
-    experts = Experts(expert=expert, num_experts=4, experts_per_token=2, router=router)
+    biased = {"expert": Glu(12, bias=True), "router": Router(linear_bias=True)}
+    experts = dataclasses.replace(EXPERTS, **biased)
     layers = [Layer("layers", _ATTENTION, experts)] * 2
     mask = flat(decay_mask(param_specs(MODEL.with_layers(layers))))
     assert not any(mask[f"layers/b_{name}"] for name in ("gate", "up", "down", "router"))
