@@ -9,7 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.config import Config, RopeScaling, replace
+from jaxpar.components.component import Mixer
+from jaxpar.config import (
+    Attention,
+    ClampedSwiglu,
+    Config,
+    GatedDeltaNet,
+    Glu,
+    LatentAttention,
+    Layer,
+    Mamba2,
+    Model,
+    QkNorm,
+    QueryGrowth,
+    Rope,
+    RopeScaling,
+    replace,
+)
 from jaxpar.config.validate import resolve
 from jaxpar.inference import generation
 from jaxpar.inference.options import Sampling
@@ -19,87 +35,89 @@ from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import init_state
 from jaxpar.verification import small_config
 from tests.slow import slow_but
+from tests.tiny import EXPERTS, GLU
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
+HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+ATTENTION = Attention(**HEADS)
 BASE = replace(
     small_config.float32(Config()),
     **{
-        "model.num_layers": 2,
-        "model.d_model": 16,
-        "model.num_heads": 4,
-        "model.num_kv_heads": 2,
-        "model.head_dim": 8,
-        "model.d_ff": 24,
-        "model.vocab_size": 64,
-        "model.init_std": 0.4,
+        "model": Model(
+            d_model=16,
+            vocab_size=64,
+            layers=[Layer("layers", ATTENTION, GLU)] * 2,
+            init_std=0.4,
+        ),
         "data.seq_len": 64,
         "train.global_batch_size": 1,
     },
 )
 
+LONGROPE = Rope(
+    scaling=RopeScaling(
+        kind="longrope",
+        original_max_position=16,
+        short_factors="1,1.5,1,2",
+        long_factors="2,3,4,9",
+    )
+)
+YARN = Rope(
+    fraction=0.5,
+    layout="interleaved",
+    scaling=RopeScaling(kind="yarn", original_max_position=8),
+)
+DELTA_NET = GatedDeltaNet(
+    num_key_heads=2, num_value_heads=4, key_head_dim=4, value_head_dim=6, chunk=5
+)
+MAMBA = Mamba2(num_heads=4, head_dim=6, state_size=4, num_groups=2, chunk=5)
+
+
+def layers(first: Mixer, last: Mixer) -> dict:
+    return {"model.layers": [Layer("first_layers", first, GLU), Layer("layers", last, GLU)]}
+
+
 MODELS = {
     "llama": {},
-    "window and biases": {"model.sliding_window": 5, "model.qkv_bias": True, "model.qk_norm": True},
+    "window and biases": {
+        "model.layers.mixer": Attention(**HEADS, window=5, bias=True, qk_norm=QkNorm())
+    },
     "gemma": {
-        "model.global_every": 2,
-        "model.sliding_window": 5,
-        "model.local_rope_theta": 100.0,
-        "model.activation": "gelu",
-        "model.post_norms": True,
+        "model.layers": [
+            Layer("local", Attention(**HEADS, window=5, rope=Rope(theta=100.0)), GLU),
+            Layer("layers", ATTENTION, GLU),
+        ],
+        "model.*.mixer.scale_dim": 6,
+        "model.*.feed_forward.activation": "gelu",
+        "model.*.norms": "around",
         "model.norm_offset": True,
         "model.embed_scale": True,
-        "model.query_scale_dim": 6,
         "model.tie_embeddings": True,
     },
     "norms after": {
-        "model.pre_norms": False,
-        "model.post_norms": True,
-        "model.qk_norm": True,
-        "model.qk_norm_over": "all",
+        "model.layers.norms": "after",
+        "model.layers.mixer.qk_norm": QkNorm(over="all"),
     },
-    "sinks": {"model.attention_sinks": True, "model.sliding_window": 5, "model.qkv_bias": True},
-    "no rope in some layers": {
-        "model.nope_every": 2,
-        "model.rope_fraction": 0.5,
-        "model.rope_layout": "interleaved",
-        "model.rope_scaling.kind": "yarn",
-        "model.rope_scaling.original_max_position": 8,
-    },
-    "chunks": {
-        "model.attention_chunk": 5,
-        "model.global_every": 2,
-        "model.nope_every": 2,
-        "model.nope_query_beta": 0.3,
-        "model.nope_query_span": 4,
-        "model.qk_norm": True,
-        "model.qk_norm_gain": False,
-    },
+    "sinks": {"model.layers.mixer": Attention(**HEADS, window=5, bias=True, sinks=True)},
+    "no rope in some layers": layers(Attention(**HEADS, rope=YARN), Attention(**HEADS, rope=None)),
+    "chunks": layers(
+        Attention(**HEADS, chunk=5),
+        Attention(**HEADS, rope=None, growth=QueryGrowth(beta=0.3, span=4)),
+    )
+    | {"model.*.mixer.qk_norm": QkNorm(gain=False)},
     "experts": {
-        "model.num_experts": 4,
-        "model.experts_per_token": 2,
-        "model.expert_bias": True,
-        "model.router_linear_bias": True,
-        "model.activation": "clamped_swiglu",
-        "model.swiglu_limit": 1.0,
+        "model.layers.feed_forward": EXPERTS,
+        "model.*.feed_forward.expert": Glu(24, ClampedSwiglu(limit=1.0), bias=True),
+        "model.*.feed_forward.router.linear_bias": True,
     },
-    "recurrent": {
-        "model.layer_pattern": "G*",
-        "model.linear_num_key_heads": 2,
-        "model.linear_num_value_heads": 4,
-        "model.linear_key_head_dim": 4,
-        "model.linear_value_head_dim": 6,
-        "model.recurrent_chunk": 5,
-        "model.attention_gate": True,
-    },
+    "recurrent": layers(DELTA_NET, Attention(**HEADS, gate=True)),
     "layers of one branch": {
-        "model.layer_pattern": "M-*",
-        "model.num_layers": 3,
-        "model.mamba_num_heads": 4,
-        "model.mamba_head_dim": 6,
-        "model.mamba_state_size": 4,
-        "model.mamba_num_groups": 2,
-        "model.recurrent_chunk": 5,
+        "model.layers": [
+            Layer("mamba_layers", MAMBA, None),
+            Layer("mlp_layers", None, GLU),
+            Layer("layers", ATTENTION, None),
+        ]
     },
 }
 
@@ -158,21 +176,25 @@ def test_greedy_text_is_that_of_whole_passes(name, tensor):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("values", [{}, {"model.kv_lora_rank": 8, "model.num_kv_heads": 4}])
-def test_angles_of_longrope_are_those_of_a_text_so_far(values):
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        Attention(**HEADS, rope=LONGROPE),
+        LatentAttention(
+            num_heads=4,
+            qk_nope_head_dim=4,
+            qk_rope_head_dim=8,
+            v_head_dim=8,
+            kv_lora_rank=8,
+            rope=LONGROPE,
+        ),
+    ],
+    ids=lambda mixer: type(mixer).__name__,
+)
+def test_angles_of_longrope_are_those_of_a_text_so_far(mixer):
     """Rows that pass the original length at different times, or never."""
-    longrope = RopeScaling(
-        kind="longrope",
-        original_max_position=16,
-        short_factors="1,1.5,1,2",
-        long_factors="2,3,4,9",
-    )
-    values = values | {"model.rope_scaling": longrope, "model.qk_rope_head_dim": 8}
-    if "model.kv_lora_rank" in values:
-        values |= {"model.head_dim": 12, "model.v_head_dim": 8}
-    else:
-        values.pop("model.qk_rope_head_dim")
-    cfg = resolve(generation.config_for_sampling(replace(BASE, **values)), 1)
+    cfg = replace(BASE, **{"model.layers.mixer": mixer})
+    cfg = resolve(generation.config_for_sampling(cfg), 1)
     mesh = make_mesh(cfg.parallel, jax.devices()[:1])
     params = init_state(cfg, mesh).params
     weights = generation.weights_for_sampling(params, cfg, mesh)

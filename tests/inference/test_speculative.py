@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.config import RopeScaling, replace
+from jaxpar.config import Attention, LatentAttention, Layer, QkNorm, Router, replace
 from jaxpar.config.layout.composition import layer_of_modules, model_of
 from jaxpar.config.validate import resolve
 from jaxpar.inference import generation, speculative
@@ -21,48 +21,50 @@ from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import init_state
 from tests.extend.test_components import LAYERS, config
-from tests.inference.test_generation import BASE, GREEDY, PROMPTS, texts
+from tests.inference.test_generation import (
+    ATTENTION,
+    BASE,
+    GREEDY,
+    HEADS,
+    LONGROPE,
+    PROMPTS,
+    texts,
+)
 from tests.slow import slow_but
+from tests.tiny import EXPERTS, GLU
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-LATENT = {
-    "model.kv_lora_rank": 8,
-    "model.q_lora_rank": 12,
-    "model.qk_rope_head_dim": 4,
-    "model.v_head_dim": 6,
-    "model.head_dim": 10,
-    "model.num_kv_heads": 4,
-    "model.mtp_depth": 2,
-}
-EXPERTS = {
-    "model.num_experts": 4,
-    "model.router_score": "sigmoid",
-    "model.router_bias": True,
-    "model.num_shared_experts": 1,
-    "model.dense_layers": 1,
-    "model.mtp_depth": 3,
-}
-LONGROPE = {
-    "model.rope_scaling": RopeScaling(
-        kind="longrope",
-        original_max_position=16,
-        short_factors="1,1.5,1,2",
-        long_factors="2,3,4,9",
-    )
-}
+LATENT = LatentAttention(
+    num_heads=4,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=4,
+    v_head_dim=6,
+    kv_lora_rank=8,
+    q_lora_rank=12,
+)
+LONG_LATENT = dataclasses.replace(
+    LATENT, qk_nope_head_dim=4, qk_rope_head_dim=8, v_head_dim=8, rope=LONGROPE
+)
+ROUTED = dataclasses.replace(
+    EXPERTS, router=Router(score="sigmoid", balancing_bias=True), num_shared_experts=1
+)
 #: The modules have the last layer: a mixer of a user, which computes all tokens of a text again.
 OF_COMPONENTS = [LAYERS["windows"][0], LAYERS["mean"][0]]
 MODELS = {
-    "longrope": LONGROPE | {"model.mtp_depth": 2},
-    "longrope of latents": LATENT
-    | LONGROPE
-    | {"model.head_dim": 12, "model.v_head_dim": 8, "model.qk_rope_head_dim": 8},
+    "longrope": {"model.layers.mixer.rope": LONGROPE, "model.mtp_depth": 2},
+    "longrope of latents": {"model.layers.mixer": LONG_LATENT, "model.mtp_depth": 2},
     "one module": {"model.mtp_depth": 1},
-    "latents": LATENT,
-    "experts": EXPERTS,
+    "latents": {"model.layers.mixer": LATENT, "model.mtp_depth": 2},
+    "experts": {
+        "model.layers": [Layer("dense_layers", ATTENTION, GLU), Layer("layers", ATTENTION, ROUTED)],
+        "model.mtp_depth": 3,
+    },
     "components": {"model": dataclasses.replace(config(*OF_COMPONENTS * 2).model, mtp_depth=2)},
-    "window": {"model.mtp_depth": 2, "model.sliding_window": 5, "model.qk_norm": True},
+    "window": {
+        "model.layers.mixer": Attention(**HEADS, window=5, qk_norm=QkNorm()),
+        "model.mtp_depth": 2,
+    },
 }
 
 

@@ -8,27 +8,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.config import ComputeConfig, ModelConfig, replace
+from jaxpar.config import ClampedSwiglu, ComputeConfig, Experts, Glu, Layer, Model, Router, replace
 from jaxpar.config.command_line import load_config
-from jaxpar.config.layout.composition import experts_of
 from jaxpar.kernels.glu import ClampedSwiGLU, GeGLU, SwiGLU
 from jaxpar.model import flops
 from jaxpar.model.moe import experts, router
 from jaxpar.model.moe.products import InComputeDtype
 from tests.expert_sums import expert_sums
+from tests.tiny import ATTENTION, EXPERTS
 
 
 def test_a_token_takes_its_likeliest_experts():
-    m = ModelConfig(num_experts=4, experts_per_token=2)
     w, h = {"router": jnp.log(jnp.array([[0.1, 0.5, 0.15, 0.25]]))}, jnp.ones((1, 1, 1))
-    found = router.route(h, w, experts_of(m))
+    found = router.route(h, w, EXPERTS)
     np.testing.assert_array_equal(found.experts[0, 0], [1, 3])
     np.testing.assert_allclose(found.weights[0, 0], [2 / 3, 1 / 3], rtol=1e-6)
     np.testing.assert_array_equal(found.counts[0], [0, 1, 0, 1])
-    as_is = ModelConfig(num_experts=4, experts_per_token=2, normalize_experts=False)
-    np.testing.assert_allclose(
-        router.route(h, w, experts_of(as_is)).weights[0, 0], [0.5, 0.25], rtol=1e-6
-    )
+    as_is = dataclasses.replace(EXPERTS, router=Router(normalize=False))
+    np.testing.assert_allclose(router.route(h, w, as_is).weights[0, 0], [0.5, 0.25], rtol=1e-6)
 
 
 def test_experts_not_taken_do_not_count_as_flops():
@@ -38,21 +35,27 @@ def test_experts_not_taken_do_not_count_as_flops():
 
 
 def test_biases_of_experts_not_taken_do_not_count_either():
-    m = ModelConfig(num_experts=8, experts_per_token=3, num_layers=2)
-    biased = dataclasses.replace(m, expert_bias=True)
-    of_taken = 2 * (3 * 2 * m.d_ff + 8 * m.d_model - 5 * m.d_model)
-    assert flops.num_matmul_params(biased) - flops.num_matmul_params(m) == of_taken
+    def counted(expert: Glu) -> int:
+        routed = Experts(expert=expert, num_experts=8, experts_per_token=3)
+        layers = [Layer("layers", ATTENTION, routed)] * 2
+        return flops.num_matmul_params(Model(d_model=16, vocab_size=48, layers=layers))
+
+    of_taken = 2 * (3 * 2 * 24 + 8 * 16 - 5 * 16)
+    assert counted(Glu(24, bias=True)) - counted(Glu(24)) == of_taken
 
 
-def choices(m: ModelConfig, scores) -> list:
-    return np.sort(router.choose(jnp.asarray(scores, jnp.float32), experts_of(m))).tolist()
+def choices(num_experts: int, groups: int, groups_per_token: int, scores) -> list:
+    of_router = Router(groups=groups, groups_per_token=groups_per_token)
+    of = dataclasses.replace(EXPERTS, num_experts=num_experts, router=of_router)
+    return np.sort(router.choose(jnp.asarray(scores, jnp.float32), of)).tolist()
 
 
 def test_a_bias_enters_the_choice_alone():
-    m = ModelConfig(num_experts=4, router_score="sigmoid", router_bias=True, router_scale=2.5)
+    of_router = Router(score="sigmoid", balancing_bias=True, scale=2.5)
     logits, bias = jnp.array([0.0, 1.0, -1.0, 2.0]), jnp.array([0.0, 0.0, 5.0, 0.0])
     w = {"router": logits[None], "router_bias": bias}
-    found = router.route(jnp.ones((1, 1, 1)), w, experts_of(m))
+    of = dataclasses.replace(EXPERTS, router=of_router)
+    found = router.route(jnp.ones((1, 1, 1)), w, of)
     np.testing.assert_array_equal(found.experts[0, 0], [2, 3])
     scores = 1 / (1 + np.exp(-np.asarray(logits)[[2, 3]]))
     np.testing.assert_allclose(found.weights[0, 0], 2.5 * scores / scores.sum(), rtol=1e-6)
@@ -60,12 +63,9 @@ def test_a_bias_enters_the_choice_alone():
 
 
 def test_groups_are_chosen_by_their_two_best():
-    m = ModelConfig(num_experts=6, router_groups=2, router_groups_per_token=1)
-    assert choices(m, [0.9, 0.0, 0.0, 0.5, 0.6, 0.1]) == [3, 4]  # 1.1 against 0.9
-    two = ModelConfig(num_experts=6, router_groups=3, router_groups_per_token=2)
-    assert choices(two, [0.9, 0.0, 0.2, 0.3, 0.4, 0.4]) == [0, 4]
-    single = ModelConfig(num_experts=4, router_groups=4, router_groups_per_token=2)
-    assert choices(single, [0.1, 0.4, 0.3, 0.2]) == [1, 2]
+    assert choices(6, 2, 1, [0.9, 0.0, 0.0, 0.5, 0.6, 0.1]) == [3, 4]  # 1.1 against 0.9
+    assert choices(6, 3, 2, [0.9, 0.0, 0.2, 0.3, 0.4, 0.4]) == [0, 4]
+    assert choices(4, 4, 2, [0.1, 0.4, 0.3, 0.2]) == [1, 2]
 
 
 plan_rows = jax.jit(experts.plan_rows, static_argnums=(1, 2))
@@ -131,23 +131,23 @@ def test_written_out_backward_is_the_gradient(glu, biased):
 
 @pytest.mark.parametrize(
     ("activation", "biased"),
-    [("silu", False), ("silu", True), ("gelu", False), ("clamped_swiglu", True)],
+    [("silu", False), ("silu", True), ("gelu", False), (ClampedSwiglu(limit=30.0), True)],
+    ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_gradients_in_float8_are_near_the_exact_ones(activation, biased):
     """A clamp is tested far from its limit, at which rounding decides on gradients."""
-    m = ModelConfig(num_experts=3, activation=activation, swiglu_limit=30.0)
     rng = np.random.default_rng(1)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
     x, weights, w = draw(64, 32), draw(64, 2), (draw(3, 32, 16), draw(3, 32, 16), draw(3, 16, 32))
     biases = (draw(3, 16), draw(3, 16)) if biased else ()
-    if activation == "clamped_swiglu":
+    if isinstance(activation, ClampedSwiglu):
         biases = tuple(b.at[:, ::8].set(jnp.copysign(90, b[:, ::8])) for b in biases)
     chosen = jnp.asarray([[0, 2], [1, 2]] * 32, jnp.int32)
     plan, d_out = plan_rows(chosen, 3, 4), draw(64, 32)
 
     def run(dtype, expert_dim):
         compute = ComputeConfig(matmul_dtype=dtype)
-        how = experts.products_of(experts_of(m).expert, compute, expert_dim)
+        how = experts.products_of(Glu(16, activation), compute, expert_dim)
 
         def layer(x, weights, w, biases):
             if expert_dim == 1:

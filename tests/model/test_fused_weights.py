@@ -4,15 +4,15 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.config import Config, ModelConfig, ParallelConfig, replace
+from jaxpar.config import Attention, Config, Glu, Layer, Model, ParallelConfig, replace
 from jaxpar.config.validate import resolve
 from jaxpar.execution.decisions import execution_of
 from jaxpar.model import fused_weights
 from jaxpar.model.parameters import param_specs
+from tests.tiny import EXPERTS
 
-SMALL = ModelConfig(
-    num_layers=2, d_model=16, num_heads=2, num_kv_heads=2, head_dim=8, d_ff=32, vocab_size=32
-)
+LAYER = Layer("layers", Attention(num_heads=2, num_kv_heads=2, head_dim=8), Glu(32))
+SMALL = Model(d_model=16, vocab_size=32, layers=[LAYER] * 2)
 BASE = Config(model=SMALL, parallel=ParallelConfig(layer_loop="unroll"))
 
 
@@ -51,9 +51,9 @@ def test_gate_lies_before_up(dtype):
             "compute.float8_scaling": "row",
             "compute.dtype": "bfloat16",
         },
-        {"model.activation": "gelu"},
-        {"model.mlp_bias": True},
-        {"model.num_experts": 2},
+        {"model.layers.feed_forward.activation": "gelu"},
+        {"model.layers.feed_forward.bias": True},
+        {"model.layers.feed_forward": EXPERTS},
         {"parallel.row_groups": 2, "train.global_batch_size": 2},
     ],
     ids=["float8 by row", "gelu", "bias", "experts", "turns"],

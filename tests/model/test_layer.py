@@ -3,36 +3,39 @@
 import jax
 import pytest
 
-from jaxpar.config import Config, replace
+from jaxpar.config import Config, QkNorm, replace
 from jaxpar.config.layout.composition import model_of
 from jaxpar.execution.decisions import execution_of
 from jaxpar.model import fused_weights, layer, parameters
 from jaxpar.sharding.initial_values import initialize
+from tests import tiny
 
 KINDS = {
-    "sinks": {"model.attention_sinks": True},
-    "norms after": {"model.pre_norms": False, "model.post_norms": True},
+    "sinks": {"model.layers.mixer.sinks": True},
+    "norms after": {"model.layers.norms": "after"},
     "dense": {},
-    "biases": {"model.qkv_bias": True, "model.out_bias": True, "model.mlp_bias": True},
-    "gemma": {"model.post_norms": True, "model.qk_norm": True, "model.activation": "gelu"},
-    "olmoe": {"model.num_experts": 4, "model.qk_norm": True, "model.qk_norm_over": "all"},
+    "biases": {
+        "model.layers.mixer.bias": True,
+        "model.layers.mixer.out_bias": True,
+        "model.layers.feed_forward.bias": True,
+    },
+    "gemma": {
+        "model.layers.norms": "around",
+        "model.layers.mixer.qk_norm": QkNorm(),
+        "model.layers.feed_forward.activation": "gelu",
+    },
+    "olmoe": {
+        "model.layers.mixer.qk_norm": QkNorm(over="all"),
+        "model.layers.feed_forward": tiny.EXPERTS,
+    },
     "gpt-oss": {
-        "model.num_experts": 4,
-        "model.expert_bias": True,
-        "model.router_linear_bias": True,
+        "model.layers.feed_forward": tiny.EXPERTS,
+        "model.*.feed_forward.expert.bias": True,
+        "model.*.feed_forward.router.linear_bias": True,
     },
     "adapters": {"lora.rank": 2},
 }
-SMALL = {
-    "model.num_layers": 2,
-    "model.d_model": 32,
-    "model.num_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.head_dim": 8,
-    "model.d_ff": 64,
-    "model.vocab_size": 64,
-    "parallel.layer_loop": "unroll",
-}
+SMALL = {"model": tiny.SMALL.model, "model.num_layers": 2, "parallel.layer_loop": "unroll"}
 
 
 def weights_of_a_layer(cfg: Config) -> dict:

@@ -9,10 +9,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxpar.components.feed_forward import Glu
-from jaxpar.components.rope import Rope
-from jaxpar.config import ModelConfig, ParallelConfig, RopeScaling
-from jaxpar.config.layout.composition import model_of
+from jaxpar.config import Attention, Glu, Layer, Model, ParallelConfig, Rope, RopeScaling
 from jaxpar.kernels.norm import NormOutput, rms_norm
 from jaxpar.model import attention, embedding, feed_forward, rope
 from jaxpar.parallel.collectives import varying
@@ -52,11 +49,11 @@ def test_rms_norm_of_bfloat16_is_computed_in_float32():
 # ------------------------------------------------------------------------------------ RoPE
 
 
-def published_frequencies(m: ModelConfig) -> np.ndarray:
+def published_frequencies(of: Rope, head_dim: int) -> np.ndarray:
     """As the Llama 3.1 authors' code has it, frequency by frequency, in float64."""
-    s, found = m.rope_scaling, []
-    for pair in range(m.head_dim // 2):
-        freq = m.rope_theta ** (-2 * pair / m.head_dim)
+    s, found = of.scaling, []
+    for pair in range(head_dim // 2):
+        freq = of.theta ** (-2 * pair / head_dim)
         wavelen = 2 * math.pi / freq
         if s is None or wavelen < s.original_max_position / s.high_freq_factor:
             found.append(freq)
@@ -81,10 +78,10 @@ def published_frequencies(m: ModelConfig) -> np.ndarray:
     ],
 )
 def test_rope_frequencies(scaling):
-    m = ModelConfig(head_dim=128, rope_theta=500_000.0, rope_scaling=scaling)
-    found = rope.rope_frequencies(Rope(scaling=scaling), 128)
+    of = Rope(theta=500_000.0, scaling=scaling)
+    found = rope.rope_frequencies(of, 128)
     assert found.dtype == np.float32
-    np.testing.assert_allclose(found, published_frequencies(m), rtol=2e-6)
+    np.testing.assert_allclose(found, published_frequencies(of, 128), rtol=2e-6)
 
 
 def test_rope_scaling_keeps_fast_stretches_slow_and_ramps_between():
@@ -103,14 +100,13 @@ def turned(x, positions, frequencies):
 
 
 def test_rope_turns_the_halves_against_each_other():
-    m = ModelConfig(head_dim=8, rope_theta=100.0)
+    of = Rope(theta=100.0)
     x, positions = normal(2, 16, 3, 8), np.random.default_rng(0).integers(0, 500, (2, 16))
-    found = rope.rope(x, rope.rope_tables(positions, Rope(theta=100.0), 8))
-    wanted = turned(x.astype(np.float64), positions, published_frequencies(m))
-    np.testing.assert_allclose(found, wanted, atol=2e-4)  # angles up to 500 rad, float32
-    assert rope.rope(
-        jnp.asarray(x, jnp.bfloat16), rope.rope_tables(positions, Rope(theta=100.0), 8)
-    ).dtype == (jnp.bfloat16)
+    tables = rope.rope_tables(positions, of, 8)
+    wanted = turned(x.astype(np.float64), positions, published_frequencies(of, 8))
+    # Angles up to 500 rad, float32.
+    np.testing.assert_allclose(rope.rope(x, tables), wanted, atol=2e-4)
+    assert rope.rope(jnp.asarray(x, jnp.bfloat16), tables).dtype == jnp.bfloat16
 
 
 def test_rope_scores_depend_on_distance_alone():
@@ -143,14 +139,15 @@ def test_swiglu_and_its_gradient():
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_project_qkv_takes_heads_apart_in_order(bias, devices):
-    m = ModelConfig(d_model=6, num_heads=4, num_kv_heads=2, head_dim=4, d_ff=8)
+    a = Attention(num_heads=4, num_kv_heads=2, head_dim=4)
+    m = Model(d_model=6, vocab_size=8, layers=[Layer("layers", a, Glu(8))])
     mesh = make_mesh(ParallelConfig(data=1), devices[:1])
     h, wq, wk, wv = normal(2, 3, 6), normal(6, 16), normal(6, 8, seed=1), normal(6, 8, seed=2)
     w = {"wqkv": np.concatenate([wq, wk, wv], axis=1)}
     b = np.zeros(32, np.float32)
     if bias:
         b = w["bqkv"] = normal(32, seed=3)
-    P, a = PartitionSpec, model_of(m).layers[0].mixer
+    P = PartitionSpec
     run = jax.shard_map(
         lambda h, w: attention.qkv(NormOutput(h), w, a, m), mesh=mesh, in_specs=P(), out_specs=P()
     )

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.config import ModelConfig, MupConfig, replace
+from jaxpar.config import Attention, Layer, Model, MupConfig, replace
 from jaxpar.config.validate import resolve
-from jaxpar.model.mup.widths import in_words, standard
+from jaxpar.model.mup.widths import in_words, mup_score_factor, standard
 from jaxpar.model.parameters import param_specs
 from jaxpar.model.plain import decoder
 from jaxpar.sharding.mesh import make_mesh
@@ -17,7 +17,7 @@ from jaxpar.sharding.params import flat
 from jaxpar.step.state import abstract_state
 from jaxpar.step.train_step import make_train_step
 from jaxpar.verification import traces
-from tests.tiny import TINY
+from tests.tiny import ATTENTION, EXPERTS, GLU, TINY
 
 #: Twice the width, three times d_ff, twice the width of a head, twice the layers.
 WIDE = {
@@ -41,8 +41,8 @@ def specs_of(**fields) -> dict:
 
 def test_widths_and_initial_weights():
     """Matrices by their inputs, readouts by the square, all others as in the base model."""
-    experts = {"model.num_experts": 4, "model.num_shared_experts": 1}
-    fields = experts | {"model.shared_expert_gate": True, "model.qkv_bias": True}
+    experts = dataclasses.replace(EXPERTS, num_shared_experts=1, shared_expert_gate=True)
+    fields = {"model.layers.feed_forward": experts, "model.layers.mixer.bias": True}
     found, plain = specs_of(**(WIDE | fields)), specs_of(**fields)
     of_rows = dict.fromkeys(("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_shared_up"), 2.0)
     of_rows |= {"w_down": 3.0, "w_shared_down": 3.0, "w_shared_gate": 2.0}
@@ -68,14 +68,20 @@ def test_widths_and_initial_weights():
 def test_factors_of_scores():
     """1 / sqrt(d) of the base model's heads, then 1 / d."""
 
-    def at(d: int, **fields) -> float:
-        return ModelConfig(head_dim=d, mup=MupConfig(base_head_dim=16), **fields).attention_scale
+    def at(d: int, base: int | None = 16, **fields) -> float:
+        a = Attention(num_heads=4, num_kv_heads=2, head_dim=d, **fields)
+        layer, mup = Layer("layers", a, GLU), MupConfig(base_head_dim=base)
+        return (
+            standard(Model(d_model=16, vocab_size=48, layers=[layer], mup=mup))
+            .layers[0]
+            .mixer.scale
+        )
 
-    assert at(16) == ModelConfig(head_dim=16).attention_scale == 1 / 4
+    assert at(16) == 1 / 4 and mup_score_factor(ATTENTION, TINY.model) == 1
     assert at(64) == pytest.approx(1 / 4 * 16 / 64)
-    assert at(64, attention_multiplier=0.5) == pytest.approx(0.5 * 16 / 64)
-    assert at(64, query_scale_dim=4) == pytest.approx(0.5 * 16 / 64)
-    assert ModelConfig(head_dim=64, mup=MupConfig()).attention_scale == 1 / 8
+    assert at(64, scale=0.5) == pytest.approx(0.5 * 16 / 64)
+    assert at(64, scale_dim=4) == pytest.approx(0.5 * 16 / 64)
+    assert at(64, base=None) == 1 / 8
 
 
 def test_the_function_in_the_standard_parametrization():

@@ -17,7 +17,7 @@ from jaxpar.verification import distances
 from tests.optimizer.test_muon import on_mesh
 from tests.optimizer.updates import gradients, weights_after
 from tests.slow import slow
-from tests.tiny import TINY
+from tests.tiny import EXPERTS, GLU, TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
@@ -25,9 +25,8 @@ STEPS = 3
 
 MODEL = {
     "optimizer.name": "adafactor",
-    "model.num_experts": 4,
-    "model.experts_per_token": 2,
-    "model.qkv_bias": True,
+    "model.layers.feed_forward": EXPERTS,
+    "model.layers.mixer.bias": True,
 }
 
 
@@ -69,7 +68,7 @@ def test_one_device_computes_the_updates_of_optax():
 @pytest.mark.parametrize(
     ("mesh", "fields"),
     [
-        ("replica=2,data=2,tensor=2", {"model.num_experts": 0}),
+        ("replica=2,data=2,tensor=2", {"model.layers.feed_forward": GLU}),
         slow("replica=2,data=2,expert=2,tensor=2", {}),
         slow("pipeline=2,data=2,sequence=2,num_microbatches=2,zero=1", {}),
         slow("pipeline=2,layers_per_stage=3,1,num_microbatches=2", {"model.num_layers": 4}),

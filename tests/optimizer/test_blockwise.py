@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxpar.components.axes import RULES
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import Config, ConfigError, Glu, replace
 from jaxpar.config.config_file import load_config
 from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.moment_blocks import split_sizes
@@ -39,9 +39,8 @@ BASE = replace(
     SMALL,
     **{
         "model.d_model": 64,
-        "model.head_dim": 16,
-        "model.d_ff": 128,
-        "model.mlp_bias": True,
+        "model.layers.mixer.head_dim": 16,
+        "model.layers.feed_forward": Glu(128, bias=True),
         "model.init_std": 0.2,
         "optimizer.learning_rate": 3e-3,
         "optimizer.warmup_steps": 0,
@@ -168,7 +167,7 @@ def test_a_mesh_can_split_only_blocks_that_the_rule_checks(name):
         ({"optimizer.name": "muon"}, r"first_moment_dtype.*is for adamw and lion, not muon"),
         ({"optimizer.moment_block": 8}, "moment_block.*must be at least 16"),
         ({"parallel.data": 4}, r"blocks of 32 of the 64 elements of model.d_model.*--optimizer.m"),
-        ({"parallel.tensor": 8, "model.num_kv_heads": 8, "model.num_heads": 8},
+        ({"parallel.tensor": 8, "model.*.mixer.num_heads": 8, "model.*.mixer.num_kv_heads": 8},
          r"layers.feed_forward.d_ff, which parallel.tensor = 8 would split.*moment-block 16"),
     ],
 )  # fmt: skip

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 BASE = replace(
     SMALL,
     **{
-        "model.mlp_bias": True,
+        "model.layers.feed_forward.bias": True,
         "model.init_std": 0.2,
         "optimizer.learning_rate": 3e-3,
         "optimizer.warmup_steps": 0,

@@ -11,7 +11,7 @@ import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers
 
-from jaxpar.config import Config, ConfigError, OptimizerConfig, registry, replace
+from jaxpar.config import Config, ConfigError, LatentAttention, OptimizerConfig, registry, replace
 from jaxpar.config.validate import check, resolve
 from jaxpar.model.parameters import param_specs, trainable_specs
 from jaxpar.optimizer.muon import orthogonalize, scale
@@ -23,7 +23,7 @@ from jaxpar.verification import distances
 from jaxpar.verification.meshes import parse_meshes
 from tests.optimizer.updates import gradients, weights_after
 from tests.slow import slow
-from tests.tiny import TINY
+from tests.tiny import EXPERTS, GLU, TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
@@ -33,11 +33,8 @@ MUON = {"optimizer.name": "muon", "optimizer.muon_dtype": "float32", "optimizer.
 
 #: A model with experts, biases, and every shape of matrix.
 MODEL = MUON | {
-    "model.num_experts": 4,
-    "model.experts_per_token": 2,
-    "model.num_shared_experts": 1,
-    "model.qkv_bias": True,
-    "model.num_layers": 2,
+    "model.layers.mixer.bias": True,
+    "model.layers.feed_forward": dataclasses.replace(EXPERTS, num_shared_experts=1),
 }
 
 
@@ -150,15 +147,14 @@ def one_device(cfg: Config, device):
     return weights_after(*on_mesh(cfg, "data=1", [device]), STEPS)
 
 
-LATENT = {
-    "model.qkv_bias": False,
-    "model.kv_lora_rank": 8,
-    "model.q_lora_rank": 12,
-    "model.head_dim": 6,
-    "model.qk_rope_head_dim": 2,
-    "model.v_head_dim": 4,
-    "model.num_kv_heads": 4,
-}
+LATENT = LatentAttention(
+    num_heads=4,
+    qk_nope_head_dim=4,
+    qk_rope_head_dim=2,
+    v_head_dim=4,
+    kv_lora_rank=8,
+    q_lora_rank=12,
+)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +165,7 @@ LATENT = {
         slow("expert=2,tensor=2,expert_tensor=1", {}),
         slow("pipeline=2,data=2,sequence=2,num_microbatches=2,zero=1", {}),
         slow("pipeline=2,virtual_stages=2,num_microbatches=2,data=2", {"model.num_layers": 4}),
-        slow("data=2,sequence=2,tensor=2", LATENT),
+        slow("data=2,sequence=2,tensor=2", {"model.layers.mixer": LATENT}),
         slow("data=2,tensor=2", {"optimizer.first_moment_dtype": "bfloat16"}),
         slow("data=8", {"model.mtp_depth": 1}),
     ],
@@ -190,7 +186,8 @@ def test_matrices_have_one_moment(devices):
     counters = 4 * sum(leaf.ndim == 0 for leaf in jax.tree.leaves(state))
     wanted = 8 * matrices + 12 * (count(specs) - matrices) + counters
     assert bytes_per_device(state) == wanted
-    adapters = replace(cfg, **{"lora.rank": 2, "model.num_experts": 0, "model.qkv_bias": False})
+    dense = {"model.layers.feed_forward": GLU, "model.layers.mixer.bias": False}
+    adapters = replace(cfg, **dense, **{"lora.rank": 2})
     moments = jax.tree.leaves(abstract_state(adapters).opt_state)
     trained = jax.tree.leaves(abstract(trainable_specs(adapters)))
     assert sum(m.size for m in moments if m.ndim) == sum(a.size for a in trained)

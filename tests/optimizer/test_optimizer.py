@@ -7,33 +7,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.config import Config, OptimizerConfig, replace
+from jaxpar.config import Attention, Glu, Layer, Model, OptimizerConfig, QkNorm, Router
 from jaxpar.model.parameters import param_specs
 from jaxpar.optimizer import schedules
 from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.optimizer.schedules import learning_rate
 from jaxpar.parallel.gradients import clip
 from jaxpar.sharding.params import abstract, decay_mask, flat
+from tests.tiny import EXPERTS
 
 PEAK, RATIO, WARMUP, STEPS = 3e-3, 0.1, 10, 110
 FLOOR = PEAK * RATIO
 
-MODEL = replace(
-    Config(),
-    **{
-        "model.num_layers": 2,
-        "model.d_model": 8,
-        "model.num_heads": 2,
-        "model.num_kv_heads": 1,
-        "model.head_dim": 4,
-        "model.d_ff": 12,
-        "model.vocab_size": 16,
-        "model.qk_norm": True,
-        "model.qkv_bias": True,
-        "model.out_bias": True,
-        "model.mlp_bias": True,
-    },
-).model
+_HEADS = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 4}
+_ATTENTION = Attention(**_HEADS, qk_norm=QkNorm(), bias=True, out_bias=True)
+_LAYER = Layer("layers", _ATTENTION, Glu(12, bias=True))
+MODEL = Model(d_model=8, vocab_size=16, layers=[_LAYER] * 2)
 
 
 def rates(schedule: str, warmup: int = WARMUP, steps: int = STEPS) -> np.ndarray:
@@ -161,8 +150,10 @@ def test_matrices_decay_and_norms_and_biases_do_not():
 
 
 def test_biases_of_experts_do_not_decay():
-    fields = {"mlp_bias": False, "num_experts": 4, "expert_bias": True, "router_linear_bias": True}
-    mask = flat(decay_mask(param_specs(dataclasses.replace(MODEL, **fields))))
+    biased = {"expert": Glu(12, bias=True), "router": Router(linear_bias=True)}
+    experts = dataclasses.replace(EXPERTS, **biased)
+    layers = [Layer("layers", _ATTENTION, experts)] * 2
+    mask = flat(decay_mask(param_specs(MODEL.with_layers(layers))))
     assert not any(mask[f"layers/b_{name}"] for name in ("gate", "up", "down", "router"))
     assert mask["layers/w_down"] and mask["layers/router"]
 

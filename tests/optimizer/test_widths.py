@@ -16,7 +16,7 @@ from jaxpar.optimizer.rules import adamw, lion, make_optimizer
 from jaxpar.sharding.params import abstract, decay_mask, flat
 from tests.model.test_mup import WIDE
 from tests.optimizer.updates import gradients
-from tests.tiny import TINY
+from tests.tiny import EXPERTS, GLU, TINY
 
 STEPS, RATE, DECAY = 2, 1e-2, 0.1
 
@@ -25,7 +25,7 @@ INPUTS = {"wq": 2, "wk": 2, "wv": 2, "wo": 2, "w_gate": 2, "w_up": 2, "w_down": 
 
 
 def configured(name: str) -> Config:
-    experts = {"model.num_experts": 4, "model.qkv_bias": True}
+    experts = {"model.layers.feed_forward": EXPERTS, "model.layers.mixer.bias": True}
     rule = {"optimizer.name": name, "optimizer.eps": 1e-2, "optimizer.weight_decay": DECAY}
     rate = {"optimizer.learning_rate": RATE, "optimizer.schedule": "constant"}
     return replace(TINY, **WIDE, **experts, **rule, **rate)
@@ -80,9 +80,10 @@ def test_adamw():
 @pytest.mark.parametrize("size", ["rms", "width"])
 def test_muon(size):
     """The norm of an update, from RMS to RMS, is that of the base model's matrix."""
-    cfg = replace(configured("muon"), **{"optimizer.muon_scale": size, "model.num_experts": 0})
-    none = replace(cfg, **{"optimizer.weight_decay": 0.0})
-    base = {"model.d_model": 8, "model.d_ff": 8, "model.head_dim": 2, "model.mup": None}
+    fields = {"optimizer.muon_scale": size, "optimizer.weight_decay": 0.0}
+    none = replace(configured("muon"), **fields, **{"model.layers.feed_forward": GLU})
+    base = {"model.d_model": 8, "model.layers.mixer.head_dim": 2, "model.mup": None}
+    base["model.layers.feed_forward.d_ff"] = 8
     norms = []
     for of in (none, replace(none, **base)):
         specs = param_specs(of.model)
