@@ -185,7 +185,7 @@ EXPERTS = dataclasses.replace(
         ),
         (
             [with_mixer("block", rope=Rope(theta=1e6))] * 4,
-            r"model\.block\.mixer\.rope\.theta = 1000000\.0: .* has 500000\.0 .* back to 500000\.0, or",
+            r"model\.block\.mixer\.rope\.theta = 1000000\.0: .* set it back to 500000\.0, or",
         ),
         (
             [dataclasses.replace(BLOCK, feed_forward=Glu(24, bias=True))] * 4,

@@ -31,7 +31,7 @@ def recurrent(cfg: Config) -> Recurrent:
     "cfg", [DELTA_NET, NEMOTRON_H, KIMI_LINEAR], ids=["delta_net", "nemotron_h", "kimi"]
 )
 def test_a_stage_has_the_parameters_of_its_layers(cfg):
-    deeper = replace(cfg, **{"model.num_layers": 2 * cfg.model.num_layers})
+    deeper = replace(cfg, **{"model.layers": 2 * cfg.model.layers})
     of_layers = flops.num_params(deeper.model) - flops.num_params(cfg.model)
     whole = resolve(replace(cfg, **ONE), 1)
     assert shard_of(whole).stack.everything == of_layers

@@ -148,7 +148,8 @@ def test_on_a_cpu_there_is_nothing_to_test_and_one_line_about_it(two_kinds, only
 def test_a_backend_that_cannot_serve_is_refused_before_anything_is_written(
     backend, config_file, train_on, tmp_path
 ):
-    args = f"--compute.attention-backend {backend} --compute.dtype bfloat16 --model.*.mixer.head-dim 64"
+    args = f"--compute.attention-backend {backend} --compute.dtype bfloat16"
+    args += " --model.*.mixer.head-dim 64"
     with pytest.raises(
         ConfigError, match=r"the platform is cpu.*Fix: use --compute.attention-backend"
     ):
