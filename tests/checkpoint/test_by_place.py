@@ -12,7 +12,7 @@ from jaxpar.components.attention import QkNorm
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.layout.composition import model_of
 from jaxpar.config.validate import resolve
-from jaxpar.extend import Attention, Experts, Glu, Layer
+from jaxpar.extend import Attention, Experts, Glu, Layer, Rope
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.sharding.params import flat
 from jaxpar.step import state
@@ -50,9 +50,7 @@ def setup(tmp_path, devices):
     base = config.replace(Config(), **STATE, **places)
 
     def make(layers, **values):
-        model = dataclasses.replace(config.ModelConfig(), d_model=16, vocab_size=32).with_layers(
-            layers
-        )
+        model = config.Model(d_model=16, vocab_size=32, layers=layers)
         cfg = config.replace(base, **{"model": model} | values)
         p = cfg.parallel
         n = p.pipeline * p.data * p.tensor * p.replica
@@ -186,12 +184,16 @@ EXPERTS = dataclasses.replace(
             r"this name.*set it back to None, or give the layers that change a name of their own",
         ),
         (
+            [with_mixer("block", rope=Rope(theta=1e6))] * 4,
+            r"model\.block\.mixer\.rope\.theta = 1000000\.0: .* set it back to 500000\.0, or",
+        ),
+        (
             [dataclasses.replace(BLOCK, feed_forward=Glu(24, bias=True))] * 4,
             r"model\.block\.feed_forward\.bias = True: .* set it back to False, or",
         ),
         ([BLOCK] * 2 + [LOCAL] * 4, r"model\.num_layers = 6: .* has 4 layers.* set it back to 4"),
     ],
-    ids=["head_dim", "experts", "name", "default", "number"],
+    ids=["head_dim", "experts", "name", "inside", "default", "number"],
 )
 def test_other_changes_are_refused_before_an_array_is_read(setup, monkeypatch, layers, said):
     there, mesh = setup([BLOCK] * 4)

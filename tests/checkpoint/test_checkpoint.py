@@ -198,7 +198,6 @@ def test_resume(setup, monkeypatch, tmp_path):
     ("path", "value", "then"),
     [
         ("model.d_model", 32, 16),
-        ("model.rope_theta", 1e6, 5e5),
         ("model.tie_embeddings", True, False),
         ("optimizer.name", "lion", "adamw"),
         ("train.seed", 1, 0),
@@ -251,10 +250,10 @@ def test_a_field_that_the_writer_did_not_know_counts_as_its_default(setup):
     cfg, mesh = setup()
     save(cfg, mesh, 4)
     saved = checkpoint.read_saved(cfg.run.dir)
-    del saved.config["train"]["seed"], saved.config["model"]["qk_norm"]
+    del saved.config["train"]["seed"], saved.config["model"]["tie_embeddings"]
     assert checkpoint.changed_fields(cfg, saved) == {}
-    newer = config.replace(cfg, **{"model.qk_norm": True})
-    assert checkpoint.changed_fields(newer, saved) == {"model.qk_norm": (False, True)}
+    newer = config.replace(cfg, **{"model.tie_embeddings": True})
+    assert checkpoint.changed_fields(newer, saved) == {"model.tie_embeddings": (False, True)}
 
 
 def test_the_checkpoint_of_another_program_is_refused(tmp_path):
@@ -273,15 +272,15 @@ def test_parameters_alone_for_one_device(setup, devices):
     )
     one = make_mesh(reader.parallel, devices[:1])
     assert_same_bits(jax.device_get(checkpoint.restore_params(cfg.run.dir, reader, one)), expected)
-    with pytest.raises(ConfigError, match=r"model.d_ff = 48: .* Fix: set it back to 24"):
-        wider = config.replace(reader, **{"model.d_ff": 48})
+    with pytest.raises(ConfigError, match=r"feed_forward\.d_ff = 48: .* Fix: set it back to 24"):
+        wider = config.replace(reader, **{"model.layers.feed_forward.d_ff": 48})
         checkpoint.restore_params(cfg.run.dir, wider, one)
 
 
 def test_a_parameter_that_the_checkpoint_lacks_is_missed(setup, monkeypatch):
     cfg, mesh = setup()
     save(cfg, mesh, 4)
-    wants_biases = config.replace(cfg, **{"model.qkv_bias": True})
+    wants_biases = config.replace(cfg, **{"model.layers.mixer.bias": True})
     monkeypatch.setattr(loading, "check_model", lambda *_: None)
     with pytest.raises(Damaged, match="not contain params/layers/bk, params/layers/bq"):
         checkpoint.restore_params(cfg.run.dir, wants_biases, mesh)

@@ -22,7 +22,12 @@ pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 __all__ = ["setup"]  # the fixture
 
 #: Matrices that are large enough for 8 bits, in blocks that two devices do not split.
-WIDE = {"model.d_model": 64, "model.d_ff": 128, "model.head_dim": 16, "optimizer.moment_block": 32}
+WIDE = {
+    "model.d_model": 64,
+    "model.layers.mixer.head_dim": 16,
+    "model.layers.feed_forward.d_ff": 128,
+    "optimizer.moment_block": 32,
+}
 EIGHT = {f"optimizer.{name}_moment_dtype": "8bit" for name in ("first", "second")}
 UNEQUAL = {
     "parallel.data": 1,

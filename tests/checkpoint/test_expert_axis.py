@@ -3,19 +3,22 @@
 import pytest
 
 from jaxpar import checkpoint, config
-from jaxpar.config import Config
+from jaxpar.config import Config, Experts, Glu, Layer, Router
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import make_mesh
 from tests.checkpoint.test_checkpoint import assert_same_bits, logical, save, write_dataset
 from tests.slow import slow
-from tests.tiny import STATE
+from tests.tiny import ATTENTION, GLU, STATE
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
 EXPERTS = {
-    "model.num_experts": 8,
-    "model.router_bias": True,
-    "model.expert_bias": True,
+    "model.layers.feed_forward": Experts(
+        expert=Glu(24, bias=True),
+        num_experts=8,
+        experts_per_token=2,
+        router=Router(balancing_bias=True),
+    ),
     "parallel.data": 1,
 }
 EXPERT_4 = {"parallel.expert": 4}
@@ -26,7 +29,10 @@ OTHERS = [
     slow({"parallel.expert": 2, "parallel.pipeline": 2, "parallel.num_microbatches": 2}),
 ]
 #: A dense layer before unequal stages.
-DENSE = {"model.num_layers": 4, "model.dense_layers": 1, "parallel.layer_loop": "unroll"}
+DENSE = {
+    "model.layers": [Layer("dense_layers", ATTENTION, GLU), *STATE["model"].layers[1:]],
+    "parallel.layer_loop": "unroll",
+}
 STAGES = {"parallel.pipeline": 2, "parallel.num_microbatches": 2}
 
 

@@ -92,7 +92,7 @@ def test_other_replicas_start_from_the_outer_weights(setup, then, now, capsys):
 
 @pytest.mark.slow
 def test_moments_in_8_bits_before_and_after(setup):
-    wide = {"model.d_model": 64, "model.d_ff": 128, "optimizer.moment_block": 32}
+    wide = {"model.d_model": 64, "model.*.feed_forward.d_ff": 128, "optimizer.moment_block": 32}
     cfg, mesh = setup(replicas(0) | wide | EIGHT)
     save(cfg, mesh, 3)
     diloco, its_mesh = setup(replicas(2) | wide)

@@ -10,7 +10,6 @@ from jaxpar.components.axes import RULES
 from jaxpar.components.experts import Experts
 from jaxpar.components.weight import either_way, fused, spread
 from jaxpar.config.config_file import load_config
-from jaxpar.config.layout.composition import layer_of_modules, model_of
 from jaxpar.model.fused_weights import dims_of, matrices_of
 from tests.step.figures_of import names
 
@@ -18,9 +17,8 @@ SHIPPED = names()
 
 
 def layers_of(name: str):
-    m = load_config(name).model
-    modules = [layer_of_modules(m)] if m.mtp_depth else []
-    return model_of(m), [*dict.fromkeys(model_of(m).layers), *modules]
+    model = load_config(name).model
+    return model, [*model.distinct, *[model.module_layer] * (model.mtp_depth > 0)]
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -62,5 +60,5 @@ def test_points_are_those_of_the_components():
 
 
 def test_components_import_no_jax():
-    code = "import sys, jaxpar.config.layout.composition; assert 'jax' not in sys.modules"
+    code = "import sys, jaxpar.config; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,9 +11,11 @@ from jaxpar.components.component import FeedForward, Mixer, component
 from jaxpar.components.dims import SmallSizes, dims_of
 from jaxpar.components.experts import Experts
 from jaxpar.components.feed_forward import Glu
+from jaxpar.components.latent_attention import LatentAttention
 from jaxpar.components.model import Layer, Model
+from jaxpar.components.recurrent import GatedDeltaNet, KimiDeltaAttention, Mamba2
 from jaxpar.components.weight import Weight, matrix
-from jaxpar.config import Config, ConfigError, ParallelConfig, replace, value_of
+from jaxpar.config import ConfigError, ParallelConfig
 from jaxpar.config.config_file import load_config
 from jaxpar.config.layout.composition import model_of
 from jaxpar.config.rules import divisibility
@@ -147,7 +149,7 @@ def test_every_fix_helps():
                 assert rule.field not in fixed
 
 
-MESHES_OF_RULES = [
+MESHES_OF_RULES: list[dict[str, Any]] = [
     {"data": 1, "tensor": 3},
     {"data": 1, "tensor": 16},
     {"data": 3},
@@ -160,53 +162,67 @@ MESHES_OF_RULES = [
 ]
 
 
-#: Fields of components, by the flags that have other names.
-FIELDS = {
-    "num_kv_heads": ("num_kv_heads", "num_heads"),
-    "global_num_kv_heads": ("num_kv_heads",),
-    "linear_num_key_heads": ("num_key_heads", "num_heads"),
-    "linear_value_head_dim": ("value_head_dim",),
-    "mamba_num_groups": ("num_groups",),
-}
+HEADS, SHARDED = ("tensor",), ("data", "expert", "sequence")
+DELTA = GatedDeltaNet(num_key_heads=4, num_value_heads=8, key_head_dim=32, value_head_dim=32)
+LATENT = LatentAttention(
+    num_heads=8,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=16,
+    v_head_dim=32,
+    kv_lora_rank=64,
+    q_lora_rank=32,
+)
+
+#: Each kind of component, and by which axes the size that a field makes is divided.
+DIVIDED: list[tuple[Mixer | FeedForward, dict[str, tuple[int, tuple[str, ...]]]]] = [
+    (
+        Attention(num_heads=8, num_kv_heads=4, head_dim=32),
+        {"num_heads": (8, HEADS), "num_kv_heads": (4, HEADS)},
+    ),
+    (
+        LATENT,
+        {"num_heads": (8, HEADS), "kv_lora_rank": (64, SHARDED), "q_lora_rank": (32, SHARDED)},
+    ),
+    (DELTA, {"num_key_heads": (4, HEADS), "num_value_heads": (8, HEADS)}),
+    (
+        KimiDeltaAttention(num_heads=4, key_head_dim=32, value_head_dim=32),
+        {"num_heads": (4, HEADS), "value_head_dim": (32, SHARDED)},
+    ),
+    (
+        Mamba2(num_heads=8, head_dim=32, state_size=32),
+        {"num_heads": (8, HEADS), "num_groups": (1, HEADS)},
+    ),
+    (Glu(704), {"d_ff": (704, HEADS)}),
+    (
+        Experts(expert=Glu(704), num_experts=6, experts_per_token=2, num_shared_experts=1),
+        {
+            "num_experts": (6, ("expert",)),
+            "num_shared_experts": (704, HEADS),
+            "expert.d_ff": (704, HEADS),
+        },
+    ),
+]
 
 
-#: Models of flags, with each kind of layer.
-FLAGS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "experts": {"num_experts": 6, "num_shared_experts": 1},
-    "latent": {"num_kv_heads": 8, "head_dim": 48, "kv_lora_rank": 64, "q_lora_rank": 32}
-    | {"qk_rope_head_dim": 16, "v_head_dim": 32},
-    "delta": {"layer_pattern": "GGG*"},
-    "kimi": {"layer_pattern": "K*"},
-    "mamba": {"layer_pattern": "M*"},
-    "global": {"layer_pattern": "*A", "sliding_window": 8, "global_num_kv_heads": 2},
-}
-
-
-@pytest.mark.parametrize("name", FLAGS)
-def test_components_refuse_what_flags_refuse(name):
-    """Every row of the table on layers, of float32: how matrices are multiplied is no matter of
-    the model. Whole experts have complete hidden units, which the table divides all the same."""
-    cfg = replace(Config(), **{f"model.{field}": value for field, value in FLAGS[name].items()})
+@pytest.mark.parametrize(
+    ("part", "divided"), DIVIDED, ids=[type(part).__name__ for part, _ in DIVIDED]
+)
+def test_what_axes_do_not_divide_is_refused(part, divided):
+    """And nothing else. Ulysses divides the heads of softmax attention by both of its axes."""
+    role = "mixer" if isinstance(part, Mixer) else "feed_forward"
+    layer = dataclasses.replace(Layer("own", None, None), **{role: part})
     refused = 0
     for mesh in MESHES_OF_RULES:
-        on_mesh = dataclasses.replace(cfg, parallel=ParallelConfig(**mesh))
-        rows = {
-            row.path
-            for row in divisibility._divisions(on_mesh)
-            if row.path.startswith("model.")
-            and row.path not in divisibility.OF_MODEL
-            and value_of(on_mesh, row.path) % row.divisor(on_mesh)
+        by_both = mesh.get("context") == "ulysses" and isinstance(part, Attention | LatentAttention)
+        wanted = {
+            f"own.{role}.{field}"
+            for field, (size, axes) in divided.items()
+            if size % math.prod(mesh.get(axis, 1) for axis in axes)
+            or (field == "num_heads" and by_both and size % (mesh["sequence"] * mesh["tensor"]))
         }
-        if "expert_tensor" in mesh and cfg.model.num_experts:
-            rows -= {"model.d_ff"}
-        refused += len(rows)
-        fields = {
-            field.rpartition(".")[2] for field in broken(model_of(cfg.model), on_mesh.parallel)
-        }
-        for row in rows:
-            name = row.removeprefix("model.")
-            assert fields & set(FIELDS.get(name, (name,))), (mesh, row, fields)
+        model = dataclasses.replace(MODEL, layers=(layer,))
+        assert broken(model, ParallelConfig(**mesh)).keys() == wanted, mesh
+        refused += len(wanted)
     assert refused
 
 

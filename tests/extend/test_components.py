@@ -11,12 +11,11 @@ import pytest
 
 from jaxpar import load_config
 from jaxpar.components.model import in_words, with_length
-from jaxpar.config import Config, ConfigError, ModelConfig, replace
+from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.code import with_code
 from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.config_file import CONFIGS
 from jaxpar.config.layers import with_classes_of
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.serialize import from_json, to_json
 from jaxpar.config.validate import check, resolve
 from jaxpar.extend import (
@@ -332,12 +331,11 @@ def test_a_part_of_a_model_is_exchanged():
     assert experts.layers[1].feed_forward.expert == Glu(8)
 
 
-def test_a_part_of_a_model_of_flags_is_exchanged():
+def test_a_part_of_a_shipped_model_is_exchanged():
     model = load_config("quickstart").model
     found = swap(model, "layers.mixer", type(SIGMOID))
-    kept = model_of(model).layers
-    assert [layer.feed_forward for layer in found.layers] == [one.feed_forward for one in kept]
-    assert found.layers[0].mixer.num_heads == model.num_heads
+    assert [one.feed_forward for one in found.layers] == [one.feed_forward for one in model.layers]
+    assert found.layers[0].mixer.num_heads == model.layers[0].mixer.num_heads
     check(replace(load_config("quickstart"), model=found))
 
 
@@ -362,8 +360,6 @@ def test_the_file_of_a_run_brings_its_components_and_its_loss_back():
     cfg = load_config("sigmoid_attention")
     found = with_code(from_json(to_json(cfg)), [str(CONFIGS / "sigmoid_attention.py")])
     assert found == cfg and type(found.train.loss).__name__ == "focal"
-    with pytest.raises(ConfigError, match=r"remove num_heads, which model\.layers says"):
-        ModelConfig(layers=LAYERS["sigmoid"], num_heads=2)
 
 
 def test_names_of_arrays_are_those_of_the_layers():
@@ -438,7 +434,7 @@ def test_layers_may_be_named_layers():
         ("--model.local.mixer.num-head", "8", "num_head.*use --model.local.mixer.num-heads"),
         ("--model.block.mixer.num-heads", "8", "not a field of the model's layers"),
         ("--model.local.mixer.num-heads", "many", "num_heads = 'many'.*must be"),
-        ("--model.num-heads", "8", r"num_heads = .*composed.*--model\.local\.mixer\.num-heads"),
+        ("--model.num-heads", "8", r"num_heads.*--model\.local\.mixer\.num-heads"),
         (
             "--model.num-layers",
             "3",
@@ -463,4 +459,4 @@ def test_wrong_addresses_are_refused(option, value, message):
 )
 def test_bad_layers_are_refused(layers, message):
     with pytest.raises(ConfigError, match=message):
-        check(replace(TINY, model=ModelConfig(d_model=32, vocab_size=64, layers=layers)))
+        check(config(*layers))

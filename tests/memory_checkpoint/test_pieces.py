@@ -1,5 +1,6 @@
 """Copies in memory: what was copied comes back bit for bit, on any mesh, from whichever hosts."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxpar import checkpoint, config
-from jaxpar.config import Config
+from jaxpar.config import Config, Router
 from jaxpar.config.validate import resolve
 from jaxpar.data.skips import SkippedBatches, write_skipped
 from jaxpar.memory_checkpoint.places import MIRRORED, Group
@@ -23,11 +24,12 @@ from tests.checkpoint.test_checkpoint import (
 )
 from tests.memory_checkpoint.hosts import fake_hosts, numbers
 from tests.slow import slow
-from tests.tiny import STATE
+from tests.tiny import EXPERTS, STATE
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
-EXPERTS = {"model.num_experts": 4, "model.router_bias": True}
+BALANCED = dataclasses.replace(EXPERTS, router=Router(balancing_bias=True))
+OF_EXPERTS = {"model.layers.feed_forward": BALANCED}
 DATA_4 = {"parallel.data": 4}
 STAGES = {"parallel.pipeline": 2, "parallel.num_microbatches": 2, "parallel.zero": 1}
 
@@ -63,8 +65,8 @@ MOVES = {
     ),
     "unequal stages to data": (UNEQUAL, {"model.vocab_size": 48, "parallel.data": 2}),
     "experts": (
-        EXPERTS | {"parallel.expert": 4},
-        EXPERTS | {"parallel.expert": 2, "parallel.tensor": 2},
+        OF_EXPERTS | {"parallel.expert": 4},
+        OF_EXPERTS | {"parallel.expert": 2, "parallel.tensor": 2},
     ),
     "replicas with an average": (
         {"parallel.replica": 2, "parallel.data": 2, "optimizer.ema_decay": 0.9},

@@ -95,7 +95,7 @@ def test_rows_are_measured_and_what_fails_is_told(
     assert targets.main([*where, *asked]) == 1
     said = capsys.readouterr().out
     assert "three: needs a multiple of 3 GPUs, not 2: skipped" in said
-    assert "uneven: skipped on 2 GPUs: model.num_kv_heads = 2: must be divisible" in said
+    assert "uneven: skipped on 2 GPUs: model.layers.mixer.num_kv_heads = 2: must be" in said
     assert "failed: tiny, again\n" in said
     assert re.search(r"torchtitan-tiny\.log: .* contains no tokenizer\.json", said)
     found = {name: json.loads((cards / f"{name}.json").read_text()) for name in list(rows)[:2]}

@@ -7,8 +7,12 @@ import numpy as np
 from jaxpar.config import Config, replace
 from jaxpar.monitoring.metrics import MetricsWriter
 from jaxpar.monitoring.routing import LOADS_FILE, LoadsWriter
+from tests.tiny import EXPERTS, GLU, TINY
 
-CFG = replace(Config(), **{"model.num_experts": 2, "train.num_steps": 7, "train.log_every": 3})
+CFG = replace(
+    TINY,
+    **{"model.layers.feed_forward": EXPERTS, "train.num_steps": 7, "train.log_every": 3},
+)
 
 
 def records_of(folder) -> list[dict]:
@@ -52,7 +56,7 @@ def test_a_long_run_writes_a_thousand_records(devices, tmp_path):
 
 
 def test_without_experts_there_is_no_file(devices, tmp_path):
-    dense = replace(CFG, **{"model.num_experts": 0})
+    dense = replace(CFG, **{"model.layers.feed_forward": GLU})
     with MetricsWriter(dense, tmp_path, 0, lambda step: 0.5) as writer:
         writer.write_previous(2, dict(loss=1.0, grad_norm=1.0), 0.0)
         writer.flush()

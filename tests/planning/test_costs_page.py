@@ -37,6 +37,7 @@ def value_of(formula: str, letters: dict[str, float]) -> float:
 def letters_of(cfg: Config) -> dict[str, float]:
     """The page's letters, for a config."""
     m, p, shard = cfg.model, cfg.parallel, shard_of(cfg)
+    mixer = m.layers[0].mixer
     b, T = shard.rows, cfg.data.seq_len
     layers = m.num_layers // p.pipeline
     table = m.vocab_size * m.d_model
@@ -45,8 +46,8 @@ def letters_of(cfg: Config) -> dict[str, float]:
     letters |= dict(V=m.vocab_size, N_l=shard.layer.matrices * p.tensor)
     letters |= dict(N=shard.layer.everything * p.tensor * m.num_layers + 2 * table)
     letters |= dict(A=2 * b * T / p.sequence * m.d_model)
-    letters |= dict(KV=4 * b * T * m.num_kv_heads / p.tensor * m.head_dim)
-    letters |= dict(Q=2 * b * T * m.num_heads / p.tensor * m.head_dim)
+    letters |= dict(KV=4 * b * T * mixer.num_kv_heads / p.tensor * mixer.head_dim)
+    letters |= dict(Q=2 * b * T * mixer.num_heads / p.tensor * mixer.head_dim)
     rests = p.sequence == 1 and p.zero == 1
     idle = 0 if rests else (p.pipeline - 1) // p.virtual_stages
     return letters | dict(u=layers * (p.num_microbatches + idle))

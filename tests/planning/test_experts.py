@@ -39,7 +39,7 @@ SMALL = replace(
     small_config.float32(Config()),
     **{
         "model.vocab_size": 64,
-        "model.num_experts": 8,
+        "model.layers.feed_forward": Experts(expert=Glu(704), num_experts=8, experts_per_token=2),
         "data.seq_len": 64,
         "train.global_batch_size": 16,
         "parallel.layer_loop": "unroll",
@@ -82,7 +82,10 @@ def test_predictions_are_within_their_bounds_of_what_was_measured():
 )
 def test_state_on_an_expert_axis_is_that_of_the_arrays(mesh, devices):
     count = 8 if "tensor" in mesh else 4
-    cfg = on(count, replace(SMALL, **{"model.dense_layers": 1}), **{"data": 1} | mesh)
+    layer, *others = SMALL.model.layers
+    dense = dataclasses.replace(layer, name="dense_layers", feed_forward=Glu(704))
+    cfg = replace(SMALL, **{"model.layers": [dense, *others]})
+    cfg = on(count, cfg, **{"data": 1} | mesh)
     to = state_shardings(cfg, make_mesh(cfg.parallel, devices[:count]))
     placed = jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract_state(cfg), to

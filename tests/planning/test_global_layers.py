@@ -78,7 +78,7 @@ def test_kernels_are_chosen_for_each_shape():
     [
         ({}, {"global_layers/layer_scale"}),
         ({"model.num_layers": 4}, set()),
-        ({"model.layer_scale": False}, set()),
+        ({"model.*.scaled": False}, set()),
     ],
 )
 def test_the_last_number_has_no_gradient(fields, zero):

@@ -9,7 +9,6 @@ from jaxpar.components.recurrent import GatedDeltaNet, Recurrent
 from jaxpar.config import Config, replace
 from jaxpar.config.command_line import load_config
 from jaxpar.config.layout.composition import model_of
-from jaxpar.config.layout.layer_kinds import kinds
 from jaxpar.config.validate import resolve
 from jaxpar.kernels.platform import Platform
 from jaxpar.model import flops
@@ -32,7 +31,7 @@ def recurrent(cfg: Config) -> Recurrent:
     "cfg", [DELTA_NET, NEMOTRON_H, KIMI_LINEAR], ids=["delta_net", "nemotron_h", "kimi"]
 )
 def test_a_stage_has_the_parameters_of_its_layers(cfg):
-    deeper = replace(cfg, **{"model.num_layers": 2 * cfg.model.num_layers})
+    deeper = replace(cfg, **{"model.layers": 2 * cfg.model.layers})
     of_layers = flops.num_params(deeper.model) - flops.num_params(cfg.model)
     whole = resolve(replace(cfg, **ONE), 1)
     assert shard_of(whole).stack.everything == of_layers
@@ -43,7 +42,8 @@ def test_a_stage_has_the_parameters_of_its_layers(cfg):
 def test_kinds_have_their_share_of_the_layers():
     shares = {kind.layer.name: kind.share for kind in layer_kinds(NEMOTRON_H)}
     assert shares == {"mamba_layers": 0.25, "mlp_layers": 0.5, "layers": 0.25}
-    assert kinds(NEMOTRON_H.model) == "M-*-"
+    names = [layer.name for layer in NEMOTRON_H.model.layers]
+    assert names == ["mamba_layers", "mlp_layers", "layers", "mlp_layers"]
 
 
 def test_attention_alone_grows_with_the_sequence():
@@ -57,10 +57,10 @@ def test_attention_alone_grows_with_the_sequence():
 def test_layers_without_attention_save_none_of_its_values():
     """Per token: the layer's input, its norms' scales and what the policy names."""
     cfg = resolve(replace(NEMOTRON_H, **ONE, **{"parallel.remat": "attn_out"}), 1)
-    m = cfg.model
-    of_attention = 4 * m.num_heads * m.head_dim + 4 * m.num_heads
-    of_mamba = 4 * m.mamba_num_heads * m.mamba_head_dim
-    assert saved_per_token(cfg) == 4 * m.d_model + 8 + (of_attention + of_mamba) / 4
+    mamba, _, attention, _ = (layer.mixer for layer in cfg.model.layers)
+    of_attention = 4 * attention.num_heads * (attention.head_dim + 1)
+    of_mamba = 4 * mamba.num_heads * mamba.head_dim
+    assert saved_per_token(cfg) == 4 * cfg.model.d_model + 8 + (of_attention + of_mamba) / 4
     assert memory_of(cfg).total > 0
 
 
@@ -86,12 +86,13 @@ def test_latents_of_attention_are_not_those_of_other_layers():
     m, D = cfg.model, cfg.model.d_model
     layers = (kind.layer for kind in layer_kinds(cfg))
     matmuls = {one.name: one.mixer.matmuls(model_of(m), 1) for one in layers if one.mixer}
-    heads, latent = m.linear_num_key_heads, m.linear_value_head_dim
-    columns = heads * (2 * m.linear_key_head_dim + latent + 1) + 2 * latent
+    mixer = recurrent(cfg)
+    heads, latent = mixer.num_heads, mixer.value_head_dim
+    columns = heads * (2 * mixer.key_head_dim + latent + 1) + 2 * latent
     assert matmuls["kda_layers"] == matmuls["kda_dense_layers"]
     assert matmuls["kda_layers"]["qkv"] == [
         Projection(D, columns),
-        Projection(latent, heads * (m.linear_key_head_dim + latent)),
+        Projection(latent, heads * (mixer.key_head_dim + latent)),
     ]
     assert matmuls["kda_layers"].keys() == {"qkv", "wo"} and "latents" in matmuls["layers"]
 

@@ -7,7 +7,7 @@ import pytest
 from jaxpar.components.experts import experts_in
 from jaxpar.components.latent_attention import LatentAttention
 from jaxpar.components.model import Model
-from jaxpar.config import ModelConfig, command_line, replace
+from jaxpar.config import command_line, replace
 from jaxpar.config.layout.composition import model_of
 from jaxpar.config.validate import resolve
 from jaxpar.model import flops
@@ -19,7 +19,7 @@ from jaxpar.planning.predict.shard import shard_of
 NAMES = ("deepseek_v2_lite", "deepseek_v3")
 
 
-def attention_of(m: ModelConfig) -> tuple[LatentAttention, Model]:
+def attention_of(m: Model) -> tuple[LatentAttention, Model]:
     """The mixer of a model's layers, and the model."""
     model = model_of(m)
     (mixer,) = {layer.mixer for layer in model.layers}

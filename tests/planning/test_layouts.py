@@ -16,7 +16,7 @@ SMALL = replace(
     small_config.float32(Config()),
     **{
         "model.num_layers": 6,
-        "model.num_kv_heads": 2,
+        "model.layers.mixer.num_kv_heads": 2,
         "model.vocab_size": 72,
         "train.global_batch_size": 12,
         "data.seq_len": 96,
@@ -88,7 +88,7 @@ def test_a_refusal_names_its_rule_and_a_fix():
     listing = legal_layouts(SMALL, 4, {"tensor": 4})
     assert not listing.configs
     (reason, count), *_ = listing.refused.most_common(1)
-    assert reason.startswith("model.num_kv_heads: ") and count > 0
+    assert reason.startswith("model.layers.mixer.num_kv_heads: ") and count > 0
     assert "--parallel.tensor 2" in listing.examples[reason].fix
 
 

@@ -21,7 +21,7 @@ from jaxpar.step.state import abstract_state, state_shardings
 from jaxpar.verification.meshes import parse_meshes
 from tests.optimizer.updates import update_step
 from tests.slow import slow
-from tests.tiny import TINY
+from tests.tiny import EXPERTS, TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -38,7 +38,7 @@ def on(mesh: str, **fields):
     [
         ("replica=2,data=2,tensor=2", {}),
         slow("pipeline=2,data=2,sequence=2,num_microbatches=2", {"model.num_layers": 6}),
-        slow("data=2,expert=2,tensor=2", {"model.num_experts": 4, "model.experts_per_token": 2}),
+        slow("data=2,expert=2,tensor=2", {"model.layers.feed_forward": EXPERTS}),
     ],
 )
 def test_bytes_sent_are_those_of_the_program(mesh, fields, devices):
@@ -82,7 +82,9 @@ def test_the_planner_knows_time_memory_and_bytes():
     axes = {t.axis for t in traffic_of(muon, shard_of(muon), cluster)}
     assert axes - {t.axis for t in traffic_of(adamw, shard_of(adamw), cluster)} == {"matrices"}
     few_tokens = {"data.seq_len": 8, "parallel.remat": "full"}
-    many = replace(muon, **{"model.num_layers": 64, "model.d_ff": 4096}, **few_tokens)
+    many = replace(
+        muon, **{"model.num_layers": 64, "model.layers.feed_forward.d_ff": 4096}, **few_tokens
+    )
     assert memory_of(many).moment == "update"
     assert memory_of(many).buffers == matrices.update_bytes(many)
 

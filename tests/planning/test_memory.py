@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxpar.config import Config, replace
+from jaxpar.config import Config, Experts, Glu, Router, replace
 from jaxpar.config.command_line import load_config
 from jaxpar.config.layout.composition import model_of
 from jaxpar.config.remat_policies import REMAT_NAMES
@@ -82,8 +82,12 @@ def test_state_is_what_lies_on_a_device(devices):
 
 
 def test_experts_biases_and_tied_tables_count(devices):
-    fields = {"model.num_experts": 4, "model.qkv_bias": True, "model.tie_embeddings": True}
-    fields |= {"model.expert_bias": True, "model.router_linear_bias": True}
+    biased = {"expert": Glu(704, bias=True), "router": Router(linear_bias=True)}
+    fields = {
+        "model.tie_embeddings": True,
+        "model.layers.mixer.bias": True,
+        "model.layers.feed_forward": Experts(num_experts=4, experts_per_token=2, **biased),
+    }
     cfg = on(replace(SMALL, **fields), {"data": 2, "tensor": 2})
     to = state_shardings(cfg, make_mesh(cfg.parallel, devices[:4]))
     placed = jax.tree.map(
@@ -146,7 +150,7 @@ def test_older_gpus_keep_logits_beside_their_exponentials():
 def test_values_in_host_memory_are_not_on_the_device():
     base = replace(load_config("llama3_8b"), **{"parallel.layer_loop": "scan"})
     cfg = lambda remat: resolve(replace(base, **{"parallel.remat": remat}), 8)  # noqa: E731
-    assert saved_per_token(cfg("offload")) == 4 * base.model.num_heads + 8
+    assert saved_per_token(cfg("offload")) == 4 * base.model.layers[0].mixer.num_heads + 8
     # Of dots: queries and keys after RoPE in place of those before, as many bytes.
     dots, waiting = cfg("dots"), cfg("dots_offload")
     assert saved_per_token(dots) == saved_per_token(waiting) + on_host_per_token(waiting)

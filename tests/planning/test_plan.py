@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar.commands import call
-from jaxpar.config import Config, ConfigError, RopeScaling, replace
+from jaxpar.config import Config, ConfigError, MupConfig, RopeScaling, replace
 from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.config_file import CONFIGS, load_config
 from jaxpar.config.validate import resolve
@@ -107,9 +107,9 @@ def test_what_is_printed_works_as_written(capsys, tmp_path, monkeypatch):
 
 
 def test_a_section_that_is_turned_off_stays_so():
-    on = replace(Config(), **{"model.rope_scaling": RopeScaling(), "model.sliding_window": 8})
+    on = replace(Config(), **{"model.mup": MupConfig(), "model.layers.mixer.window": 8})
     found = fields.changes(on, Config())
-    assert found == {"model.sliding_window": None, "model.rope_scaling": None}
+    assert found == {"model.layers.mixer.window": None, "model.mup": None}
     _, _, _, _, *rest = fields.command_line("quickstart", on, Config()).split()
     assert parse_overrides(on, rest) == Config()
 

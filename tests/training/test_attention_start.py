@@ -26,12 +26,32 @@ MESHES = [
     "--parallel.data 1 --parallel.sequence 2 --parallel.context allgather",
     "--parallel.data 1 --parallel.sequence 2 --parallel.context ring",
     "--parallel.data 1 --parallel.sequence 2 --parallel.context ulysses",
-    "--parallel.data 1 --parallel.sequence 2 --parallel.context ulysses --model.num-kv-heads 1",
-    "--data.document-mask False --model.sliding-window 8",
-    "--parallel.data 2 --model.global-every 2 --model.sliding-window 8 "
-    "--parallel.layer-loop unroll",
+    "--parallel.data 1 --parallel.sequence 2 --parallel.context ulysses "
+    "--model.*.mixer.num-kv-heads 1",
+    "--data.document-mask False --model.*.mixer.window 8",
+    "--parallel.data 2 --parallel.layer-loop unroll",  # and layers of two kinds
 ]
+TWO_KINDS = """
+import dataclasses
+from jaxpar import load_config
+from jaxpar.config import replace
+
+def get_config():
+    cfg = load_config({file!r})
+    wide = cfg.model.layers[0]
+    local = dataclasses.replace(wide.mixer, window=8)
+    layers = [dataclasses.replace(wide, name="local", mixer=local), wide]
+    return replace(cfg, **{{"model.layers": layers}})
+"""
 QUICK_MESHES = [MESHES[2], MESHES[3], MESHES[5], MESHES[7], MESHES[9]]
+
+
+@pytest.fixture
+def two_kinds(config_file, tmp_path) -> str:
+    """The tiny config, whose first layer has a window."""
+    file = tmp_path / "two_kinds.py"
+    file.write_text(TWO_KINDS.format(file=config_file))
+    return str(file)
 
 
 @pytest.fixture
@@ -62,7 +82,9 @@ def shapes(q, k, mask) -> tuple:
 
 
 @pytest.mark.parametrize("mesh", slow_but(QUICK_MESHES, MESHES))
-def test_what_is_told_is_what_the_layers_ask_for(mesh, config_file, only_devices, monkeypatch):
+def test_what_is_told_is_what_the_layers_ask_for(
+    mesh, config_file, two_kinds, only_devices, monkeypatch
+):
     asked, told = set(), set()
 
     def spy(seen):
@@ -72,8 +94,9 @@ def test_what_is_told_is_what_the_layers_ask_for(mesh, config_file, only_devices
 
         return choose
 
-    args = [config_file, *mesh.split(), "--compute.attention-deterministic", "True"]
-    args += ["--model.attention-softcap", "9"]
+    kinds = 2 if mesh == MESHES[9] else 1
+    args = [two_kinds if kinds == 2 else config_file, *mesh.split()]
+    args += ["--compute.attention-deterministic", "True", "--model.*.mixer.softcap", "9"]
     with only_devices(2):
         monkeypatch.setattr(attention, "choose", spy(told))
         made = run.Run.open(read_config(args))
@@ -81,7 +104,7 @@ def test_what_is_told_is_what_the_layers_ask_for(mesh, config_file, only_devices
         for module in (api, context):
             monkeypatch.setattr(module, "choose", spy(asked))
         make_train_step(made.cfg, made.mesh, made.max_segments).lower(state, made.loader.batch(0))
-    assert asked == told and len(told) == (2 if "global-every" in mesh else 1)
+    assert asked == told and len(told) == kinds
 
 
 @pytest.mark.parametrize("mesh", [MESHES[0], *MESHES[4:7], MESHES[8]])
@@ -111,12 +134,10 @@ def test_wrong_kernels_stop_the_run_before_its_first_step(planted, config_file, 
     assert told == "forward cudnn, backward pallas_hopper (planted)"
 
 
-def test_on_a_cpu_there_is_nothing_to_test_and_one_line_about_it(config_file, only_devices, capsys):
+def test_on_a_cpu_there_is_nothing_to_test_and_one_line_about_it(two_kinds, only_devices, capsys):
     """Also with layers of two kinds."""
-    args = [config_file, "--model.sliding-window=8", "--model.global-every=2"]
-    args.append("--parallel.layer-loop=unroll")
     with only_devices(1):
-        made = run.Run.open(read_config(args))
+        made = run.Run.open(read_config([two_kinds, "--parallel.layer-loop=unroll"]))
         made.test_attention()
     assert capsys.readouterr().out == ""
     assert len(made.kernels) == 2
@@ -127,7 +148,8 @@ def test_on_a_cpu_there_is_nothing_to_test_and_one_line_about_it(config_file, on
 def test_a_backend_that_cannot_serve_is_refused_before_anything_is_written(
     backend, config_file, train_on, tmp_path
 ):
-    args = f"--compute.attention-backend {backend} --compute.dtype bfloat16 --model.head-dim 64"
+    args = f"--compute.attention-backend {backend} --compute.dtype bfloat16"
+    args += " --model.*.mixer.head-dim 64"
     with pytest.raises(
         ConfigError, match=r"the platform is cpu.*Fix: use --compute.attention-backend"
     ):

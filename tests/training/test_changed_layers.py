@@ -29,7 +29,7 @@ def get_config():
     return Config(
         run=RunConfig(dir={run!r}),
         data=DataConfig(path={data!r}, seq_len=32),
-        model=ModelConfig(d_model=32, vocab_size=272).with_layers({layers}),
+        model=Model(d_model=32, vocab_size=272, layers={layers}),
         compute=ComputeConfig(dtype="float32"),
         train=TrainConfig(num_steps={steps}, global_batch_size=8, log_every=1),
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2, schedule_as_input=True),
@@ -160,16 +160,16 @@ def test_a_composed_run_begins_with_a_published_model(write, only_devices, tmp_p
     values = tiny.MODELS["qwen3"] | {"vocab_size": 272, "num_hidden_layers": 2}
     folder = tiny.write_folder(tmp_path / "published", values)
     params, there = functional.load(folder)
-    m = there.model
-    sizes = f"num_heads={m.num_heads}, num_kv_heads={m.num_kv_heads}, head_dim={m.head_dim}"
-    rope = f"rope=Rope(theta={m.rope_theta})"
+    m, mixer = there.model, there.model.layers[0].mixer
+    sizes = ", ".join(f"{n}={getattr(mixer, n)}" for n in ("num_heads", "num_kv_heads", "head_dim"))
+    rope = f"rope=Rope(theta={mixer.rope.theta})"
     file = Path(write("[block, local]"))
     text = file.read_text().replace(
         "num_heads=4, num_kv_heads=2, head_dim=8", f"{sizes}, {rope}, qk_norm=QkNorm()"
     )
-    text = text.replace("d_model=32", f"d_model={m.d_model}, norm_eps={m.norm_eps!r}")
+    text = text.replace("d_model=32", f"d_model={m.d_model}, norm=Norm(eps={m.norm.eps!r})")
     text = text.replace("import Attention", "import QkNorm, Rope, Attention").replace(
-        "Glu(64)", f"Glu({m.d_ff})"
+        "Glu(64)", f"Glu({m.layers[0].feed_forward.d_ff})"
     )
     file.write_text(text)
     flags = ["--run.init-from", str(folder), "--model.tie-embeddings", str(m.tie_embeddings)]

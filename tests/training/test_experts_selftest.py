@@ -5,21 +5,28 @@ import re
 import jax.numpy as jnp
 import pytest
 
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import (
+    Attention,
+    ClampedSwiglu,
+    Config,
+    ConfigError,
+    Experts,
+    Glu,
+    Layer,
+    Mlp,
+    Model,
+    replace,
+)
 from jaxpar.config.validate import resolve
 from jaxpar.execution.decisions import execution_of
 from jaxpar.kernels.grouped_matmul import api, reference
 from jaxpar.training.selftests import experts as experts_selftest
 from tests.slow import slow
 
-EXPERTS = {
-    "model.num_experts": 4,
-    "model.d_model": 32,
-    "model.num_heads": 2,
-    "model.num_kv_heads": 2,
-    "model.head_dim": 16,
-    "model.d_ff": 16,
-}
+FEED_FORWARD = Experts(expert=Glu(16), num_experts=4, experts_per_token=2)
+LAYER = Layer("layers", Attention(num_heads=2, num_kv_heads=2, head_dim=16), FEED_FORWARD)
+EXPERTS = {"model": Model(d_model=32, vocab_size=512, layers=[LAYER] * 4)}
+EXPERT = "model.layers.feed_forward.expert"
 
 
 def execution(**changes):
@@ -52,8 +59,8 @@ def test_right_kernels_in_float8_pass(expert_dim):
     ("limit", "dtype"), [(0.3, "compute"), slow(7.0, "compute"), slow(7.0, "float8")]
 )
 def test_kernels_with_biases_and_clamps_pass(limit, dtype):
-    gpt_oss = {"model.expert_bias": True, "model.activation": "clamped_swiglu"}
-    gpt_oss |= {"model.swiglu_limit": limit, "compute.matmul_dtype": dtype}
+    clamped = Glu(16, ClampedSwiglu(limit=limit), bias=True)
+    gpt_oss = {EXPERT: clamped, "compute.matmul_dtype": dtype}
     errors = experts_selftest.errors_of(execution(**gpt_oss).cfg, 1)
     assert errors.keys() == {*experts_selftest.NAMES, *experts_selftest.OF_BIASES}
     least = 1e-4 if dtype == "compute" else 0
@@ -61,7 +68,7 @@ def test_kernels_with_biases_and_clamps_pass(limit, dtype):
 
 
 def test_kernels_without_a_gate_pass():
-    plain = {"model.mlp_gate": False, "model.activation": "relu_squared"}
+    plain = {EXPERT: Mlp(16, "relu_squared")}
     for expert_dim in (0, 1):
         errors = experts_selftest.errors_of(execution(**plain).cfg, expert_dim)
         assert errors.keys() == set(experts_selftest.WITHOUT_GATE)

@@ -194,8 +194,8 @@ def test_named_fields_of_the_model_may_differ(run_of, flags_to_fit, published, c
     with pytest.raises(ConfigError, match=said):
         run_of(args).start()
     with pytest.raises(ConfigError, match=said):
-        run_of([*args, "--run.init-changes", "sliding_window"]).start()
-    run_of([*args, "--run.init-changes", "rope_theta,rope_scaling"]).start()
+        run_of([*args, "--run.init-changes", "mixer.window"]).start()
+    run_of([*args, "--run.init-changes", "mixer.rope.theta,mixer.rope.scaling"]).start()
     said = "of the initial weights is changed: model.layers.mixer.rope.theta 1000000.0 -> 777"
     assert said in capsys.readouterr().out
 
@@ -204,18 +204,18 @@ def test_named_fields_of_the_model_may_differ(run_of, flags_to_fit, published, c
 def test_they_may_differ_from_those_of_a_run(run_of, train_on, config_file, tmp_path, capsys):
     last = ["--train.num-steps", "2", "--optimizer.warmup-steps", "0", "--evaluation.every", "0"]
     assert train_on(1, config_file, *last) == 0
-    args = ["--run.init-from", str(tmp_path / "run"), "--model.rope-theta", "777"]
-    params = run_of([*args, "--run.init-changes", "rope_theta"]).start().state.params
+    args = ["--run.init-from", str(tmp_path / "run"), "--model.layers.mixer.rope.theta", "777"]
+    params = run_of([*args, "--run.init-changes", "mixer.rope.theta"]).start().state.params
     assert_same(params, params_of(tmp_path / "run", 2))
-    assert "is changed: model.rope_theta 500000.0 -> 777.0" in capsys.readouterr().out
+    assert "is changed: model.layers.mixer.rope.theta 500000.0 -> 777.0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("names", "origin", "said"),
     [
-        ("d_model", "x", r"init_changes = 'd_model': must be names from rope_theta, "),
-        ("rope_theta, rope_scaling", "x", r"must be names from rope_theta, "),
-        ("rope_theta", "", r"init_changes = 'rope_theta': needs run\.init_from"),
+        ("d_model", "x", r"init_changes = 'd_model': must be names from mixer\.rope\.theta, "),
+        ("mixer.window, mixer.rope.theta", "x", r"must be names from mixer\.rope\.theta, "),
+        ("mixer.window", "", r"init_changes = 'mixer\.window': needs run\.init_from"),
     ],
 )
 def test_names_that_cannot_be(names, origin, said):

@@ -17,9 +17,9 @@ KERNELS = replace(
     **{
         "compute.dtype": "bfloat16",
         "compute.recurrent_backend": "triton",
-        "model.recurrent_chunk": 16,
-        "model.linear_key_head_dim": 16,
-        "model.linear_value_head_dim": 16,
+        "model.delta_layers.mixer.chunk": 16,
+        "model.delta_layers.mixer.key_head_dim": 16,
+        "model.delta_layers.mixer.value_head_dim": 16,
     },
 )
 

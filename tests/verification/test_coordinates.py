@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from jaxpar.commands import call
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import Attention, Config, ConfigError, GatedDeltaNet, Glu, Layer, replace
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.verification.coordinates import (
@@ -20,21 +20,12 @@ from jaxpar.verification.coordinates import (
     widened,
     widths_of,
 )
-from tests.tiny import TINY
+from tests.tiny import ATTENTION, TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
+DELTA = GatedDeltaNet(num_key_heads=2, num_value_heads=4, key_head_dim=4, value_head_dim=4)
 MUP = {"model.mup.base_width": 64}
-
-#: As wide as it takes for few steps to be near the limit.
-MODEL = {
-    "model.num_layers": 1,
-    "model.d_model": 64,
-    "model.head_dim": 16,
-    "model.d_ff": 192,
-    "model.init_std": 0.02,
-    "optimizer.learning_rate": 4e-3,
-}
 
 
 def exponents_of(devices, **fields) -> list[Growth]:
@@ -89,13 +80,13 @@ def test_exponents(size, change, said):
 
 
 def test_widths():
-    m = widened(replace(TINY, **{"model.dense_d_ff": 48}), 64).model
-    assert (m.d_model, m.d_ff, m.dense_d_ff, m.num_heads, m.num_kv_heads, m.head_dim) == (
-        *(64, 96, 192),
-        *(16, 8, 4),
-    )
+    dense = Layer("dense_layers", ATTENTION, Glu(48))
+    m = widened(replace(TINY, **{"model.layers": [dense, *TINY.model.layers]}), 64).model
+    wide = Attention(num_heads=16, num_kv_heads=8, head_dim=4)
+    assert m.d_model == 64 and m.layers[1:] == (Layer("layers", wide, Glu(96)),) * 2
+    assert m.layers[0] == Layer("dense_layers", wide, Glu(192))
     m = widened(replace(TINY, **{"model.mup.base_head_dim": 4}), 64).model
-    assert (m.num_heads, m.num_kv_heads, m.head_dim) == (4, 2, 16)
+    assert m.layers[0].mixer == Attention(num_heads=4, num_kv_heads=2, head_dim=16)
     with pytest.raises(ConfigError, match=r"--widths = 20: must be a multiple of 8, .*8,16,32"):
         widened(TINY, 20)
     assert widths_of("", TINY) == [16, 32, 64] and widths_of("64,16", TINY) == [16, 64]
@@ -109,7 +100,7 @@ def test_widths():
     [
         ({"lora.rank": 2}, "lora.rank"),
         ({"dpo.beta": 0.1}, "dpo.beta"),
-        ({"model.layer_pattern": "G*"}, "model.layers"),
+        ({"model.layers.mixer": DELTA}, "model.layers"),
     ],
 )
 def test_what_is_not_checked(fields, said):

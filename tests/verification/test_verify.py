@@ -12,17 +12,18 @@ from jaxpar.components.attention import Attention
 from jaxpar.components.experts import Experts
 from jaxpar.components.feed_forward import Glu
 from jaxpar.components.model import Layer
+from jaxpar.components.recurrent import Recurrent
 from jaxpar.config import (
     Config,
     ConfigError,
     DataConfig,
-    ModelConfig,
+    Model,
     ParallelConfig,
+    Rope,
     RopeScaling,
     replace,
 )
 from jaxpar.config.config_file import known_configs, load_config
-from jaxpar.config.layout.layer_kinds import is_recurrent
 from jaxpar.config.validate import resolve
 from jaxpar.model import parameters
 from jaxpar.parallel import gradients
@@ -244,10 +245,6 @@ def test_a_mesh_may_set_a_float():
         ),
         (["quickstart", "--mesh", "data=2,virtual_stages=99999"], "virtual_stages must be at most"),
         (["quickstart", "--model.d-modle", "8"], "is not a field"),
-        (
-            ["quickstart", "--model.layer-pattern", "XY"],
-            "layer_pattern = 'XY': describes the layers",
-        ),
         (["quickstart", "--shrink", "--model.*.mixer.num-kv-heads", "0"], "heads = 0: must be at"),
         (["quickstart", "--shrink", "--model.*.mixer.head-dim", "0"], "dim = 0: must be at least"),
         (["quickstart", "--shrink", "--data.seq-len", "0"], "seq_len = 0: must be at least"),
@@ -299,7 +296,11 @@ def test_every_config_shrinks_to_fit_the_default_meshes(name):
                 other.is_local,
             )
             assert (one.rope and one.rope.theta) == (other.rope and other.rope.theta)
-    least = small_config.RECURRENT_EPS if is_recurrent(cfg.model) else 0.0
+    least = (
+        small_config.RECURRENT_EPS
+        if any(isinstance(layer.mixer, Recurrent) for layer in cfg.model.layers)
+        else 0.0
+    )
     assert small.model.norm_eps == max(cfg.model.norm_eps, least)
 
 
@@ -309,7 +310,7 @@ def test_a_composed_model_shrinks_by_its_components():
     experts = Experts(expert=Glu(d_ff=2048), num_experts=64, experts_per_token=6)
     start = Layer("start", everywhere, Glu(d_ff=8192))
     period = [Layer("local", local, experts), Layer("global", everywhere, experts)]
-    model = ModelConfig(layers=(start, *period * 16), d_model=4096, vocab_size=128_000)
+    model = Model(layers=(start, *period * 16), d_model=4096, vocab_size=128_000)
     cfg = Config(model=model, data=DataConfig(seq_len=8192), parallel=ParallelConfig(data=2))
     named = {"a": "data=2,tensor=2", "b": "pipeline=2,sequence=2", "c": "expert=4"}
     meshes = list(verification_meshes.parse_meshes([*named.values()], cfg.parallel).values())
@@ -326,38 +327,41 @@ def test_a_composed_model_shrinks_by_its_components():
     assert params.count(parameters.param_specs(small.model)) < 400_000
 
 
+def shrunk(mesh: str, **fields) -> Config:
+    """`shrink` of llama_100m for a mesh, on it."""
+    cfg = replace(load_config("llama_100m"), **fields)
+    (parallel,) = verification_meshes.parse_meshes([mesh], cfg.parallel).values()
+    return replace(small_config.shrink(cfg, [parallel]), parallel=parallel)
+
+
+MIXER = "model.layers.mixer"
+
+
 def test_shrinking_keeps_windows_in_proportion():
-    cfg = replace(
-        Config(),
-        **{
-            "data.seq_len": 8192,
-            "model.sliding_window": 4096,
-            "model.rope_scaling": RopeScaling(original_max_position=8192),
-        },
-    )
-    small = small_config.shrink(
-        cfg, list(verification_meshes.parse_meshes(["data=2"], cfg.parallel).values())
-    )
-    assert small.model.sliding_window * 2 == small.data.seq_len
-    assert small.model.rope_scaling.original_max_position == small.data.seq_len
+    rope = Rope(scaling=RopeScaling(original_max_position=8192))
+    fields = {"data.seq_len": 8192, f"{MIXER}.window": 4096, f"{MIXER}.rope": rope}
+    small = shrunk("data=2", **fields)
+    mixer = small.model.layers[0].mixer
+    assert mixer.window * 2 == mixer.rope.scaling.original_max_position == small.data.seq_len
 
 
 @pytest.mark.parametrize(("window", "small"), [(64, 4), (2, 2)])
 def test_no_window_shrinks_to_a_token(window, small):
-    cfg = replace(Config(), **{"data.seq_len": 8192, "model.sliding_window": window})
-    meshes = verification_meshes.parse_meshes(["data=2"], cfg.parallel)
-    assert small_config.shrink(cfg, list(meshes.values())).model.sliding_window == small
+    found = shrunk("data=2", **{"data.seq_len": 8192, f"{MIXER}.window": window})
+    assert found.model.layers[0].mixer.window == small
 
 
 @pytest.mark.parametrize(
-    ("mesh", "values"),
+    ("mesh", "fields"),
     [
         ("data=3,row_groups=2,layer_loop=unroll", {}),
-        ("data=2", {"model.d_ff": 16, "lora.rank": 8, "lora.targets": "q_proj,gate_proj"}),
+        (
+            "data=2",
+            {"model.layers.feed_forward.d_ff": 16}
+            | {"lora.rank": 8, "lora.targets": "q_proj,gate_proj"},
+        ),
     ],
 )
-def test_a_shrunk_config_keeps_the_rules(mesh, values):
-    cfg = replace(Config(), **values)
-    (parallel,) = verification_meshes.parse_meshes([mesh], cfg.parallel).values()
-    small = small_config.shrink(cfg, [parallel])
-    resolve(replace(small, parallel=parallel), verification_meshes.num_devices(parallel))
+def test_a_shrunk_config_keeps_the_rules(mesh, fields):
+    small = shrunk(mesh, **fields)
+    resolve(small, verification_meshes.num_devices(small.parallel))

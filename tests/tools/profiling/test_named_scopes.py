@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 
-from jaxpar.config import Config, replace
+from jaxpar.config import Attention, Config, Experts, Glu, Layer, Model, replace
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.axes import BATCH_SPEC
 from jaxpar.sharding.batch import Batch
@@ -17,18 +17,14 @@ from jaxpar.step.train_step import make_train_step
 from jaxpar.tools.profiling.trace.kernels import BLOCKS, place_of
 from tests.slow import slow
 
+LAYER = Layer("layers", Attention(num_heads=4, num_kv_heads=2, head_dim=16), Glu(128))
 SMALL = {
-    "model.num_layers": 2,
-    "model.d_model": 64,
-    "model.num_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.head_dim": 16,
-    "model.d_ff": 128,
-    "model.vocab_size": 256,
+    "model": Model(d_model=64, vocab_size=256, layers=[LAYER] * 2),
     "data.seq_len": 64,
     "train.global_batch_size": 8,
 }
 
+SHARED = Experts(expert=Glu(128), num_experts=4, experts_per_token=2, num_shared_experts=1)
 EXPERTS = set("experts router plan permute down combine weight_gradients shared_experts".split())
 MUON = {"exchange_matrices", "newton_schulz"}
 QK_CLIP = {"largest_logits", "qk_clip"}
@@ -52,7 +48,7 @@ def scopes_in(**changes) -> set[str]:
     ("changes", "blocks"),
     [
         slow({"parallel.tensor": 2}, DENSE),
-        ({"model.num_experts": 4, "model.num_shared_experts": 1}, EXPERTS),
+        ({"model.layers.feed_forward": SHARED}, EXPERTS),
         (
             {"lora.rank": 4, "compute.matmul_dtype": "float8", "compute.dtype": "bfloat16"},
             {"adapters", "float8_scales"},
