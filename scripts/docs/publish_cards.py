@@ -112,7 +112,9 @@ def published(card: dict[str, Any]) -> dict[str, Any]:
     made["config"] = {
         name: value
         for name, value in config.items()
-        if name in CONFIG or name.count(".") > 1 or (value != defaults.get(name) and not left_out(name))
+        if name in CONFIG
+        or name.count(".") > 1
+        or (value != defaults.get(name) and not left_out(name))
     }
     return made
 
