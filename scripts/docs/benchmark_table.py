@@ -48,6 +48,9 @@ FEW = [
     "qwen3_30b_a3b_6_layers-h200x2-expert2",
 ]
 
+#: Recurrent mixers, by their letters on older cards.
+RECURRENT = {"G": "GatedDeltaNet", "K": "KimiDeltaAttention", "M": "Mamba2"}
+
 HEAD = """\
 | model, sequence length | GPUs, mesh | sequences | options | tokens/s/GPU | MFU, causal \
 | GiB | step, ms | commit |
@@ -100,9 +103,9 @@ def how(card: dict[str, Any]) -> str:
     ):
         if (c.get(f"parallel.{field}") or 1) > 1:
             words.append(f"{c[f'parallel.{field}']} {unit}")
-    if c["parallel.expert"] > 1 and c["model.num_experts"]:
+    if c["parallel.expert"] > 1 and of_layers(c, "num_experts"):
         words.append(f"expert slack {c['parallel.expert_slack']}")
-    if c.get("model.layer_pattern"):
+    if recurrences(c):
         words.append(f"recurrences by {c['compute.recurrent_backend']}")
     if (rule := c["optimizer.name"]) != "adamw":
         words.append(rule.capitalize())
@@ -121,17 +124,31 @@ def model_of(card: dict[str, Any]) -> str:
 def name_of(card: dict[str, Any]) -> str:
     """Return the name of a model with experts or with fewer layers than published, or ''."""
     c = card["config"]
-    of, pattern = f"{c['model.num_layers']} layers of", c.get("model.layer_pattern") or ""
-    if c.get("model.kv_lora_rank"):
-        return f"{of} DeepSeek-V3 with {c['model.num_experts']} experts"
-    if "G" in pattern:
-        return f"{of} Qwen3-Next with {c['model.num_experts']} experts"
-    if "M" in pattern:
-        return f"{of} {'Nemotron 3 Nano' if c['model.num_experts'] else 'Nemotron-H-8B'}"
-    if experts := c.get("model.num_experts"):
+    of, experts = f"{c['model.num_layers']} layers of", of_layers(c, "num_experts")
+    recurrent = recurrences(c)
+    if of_layers(c, "kv_lora_rank"):
+        return f"{of} DeepSeek-V3 with {experts} experts"
+    if "GatedDeltaNet" in recurrent:
+        return f"{of} Qwen3-Next with {experts} experts"
+    if "Mamba2" in recurrent:
+        return f"{of} {'Nemotron 3 Nano' if experts else 'Nemotron-H-8B'}"
+    if experts:
         names = {8: "Mixtral 8x7B", 32: "gpt-oss-20b", 128: "Qwen3-30B-A3B"}
         return "OLMoE-1B-7B" if experts == 64 else f"{of} {names[experts]}"
     return f"{of} 8B" if c["model.num_layers"] == 8 else ""
+
+
+def of_layers(config: dict[str, Any], field: str) -> Any:
+    """Return a field of a card's layers, which have addresses; on older cards, it is of `model`."""
+    fields = {key: value for key, value in config.items() if key.startswith("model.")}
+    return next((value for key, value in fields.items() if key.endswith(f".{field}")), None)
+
+
+def recurrences(config: dict[str, Any]) -> set[str]:
+    """Return the classes of a card's recurrent mixers. Older cards have a letter for each layer."""
+    classes = {value for key, value in config.items() if key.endswith(".mixer.class")}
+    letters = config.get("model.layer_pattern") or ""
+    return {name for letter, name in RECURRENT.items() if letter in letters or name in classes}
 
 
 def row(name: str, card: dict[str, Any]) -> str:
@@ -229,7 +246,7 @@ def headline() -> str:
     """Return the README's sentence on all comparisons."""
     found: dict[bool, list[float]] = {False: [], True: []}
     for _, card, _, theirs in pairs():
-        found[bool(card["config"].get("model.num_experts"))].append(ratio(card, theirs))
+        found[bool(of_layers(card["config"], "num_experts"))].append(ratio(card, theirs))
     spans = [f"{min(some):.2f} to {max(some):.2f}" for some in found.values()]
     slower = sum(one <= 1 for some in found.values() for one in some)
     how = "all" if not slower else f"{len(pairs()) - slower} of"

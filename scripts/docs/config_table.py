@@ -1,67 +1,131 @@
 """Makes the table of config fields: python scripts/docs/config_table.py [--write]
 
 Path, default, type and description are from the dataclasses of `jaxpar/config/schema/`, a section
-each. Without options, prints the table. --write writes it between the markers of
-docs/configuration.md.
+each, and of `jaxpar/components/`. Without options, prints the tables. --write writes them between
+the markers of docs/configuration.md.
 """
 
+import dataclasses
 import inspect
 import sys
 import types
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxpar import config
+from jaxpar.components.component import Component, FeedForward, Mixer
+from jaxpar.components.model import Layer, Norm, in_words
 from jaxpar.config import fields
+from jaxpar.config.layers import OURS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "configuration.md"
 BEGIN, END = "<!-- config table -->\n", "<!-- /config table -->"
 
+#: The names of fields with components of these classes.
+NAMES = {Mixer: "mixer", FeedForward: "feed_forward"}
 
-def values_text(path: str, hint: Any) -> str:
+
+def values_text(default: Any, hint: Any) -> str:
     """Describe a field's default, as on the command line, and what else it may be.
 
     The type of a number, a boolean or a text is that of the default.
     """
-    default = fields.default_of(path)
-    others = [text for text in _others(hint) if text not in ("None", default)]
-    return ", ".join([f"`{default}`" if default != "" else "(empty)", *others])
+    if default is dataclasses.MISSING:
+        return ", ".join(_others(hint)) or hint.__name__
+    if isinstance(default, tuple) and default and isinstance(default[0], Layer):
+        return f"`{in_words(default)}`"
+    shown = f"{type(default).__name__}()" if isinstance(default, Component) else default
+    others = [text for text in _others(hint) if shown not in (text, f"{text}()")]
+    others = [text for text in others if text != "None" or isinstance(default, Component)]
+    return ", ".join([f"`{shown}`" if shown != "" else "(empty)", *others])
 
 
 def _others(hint: Any) -> list[str]:
     """Return the choices of a field, or the types of one that may be None."""
+    hint = getattr(hint, "__value__", hint)
     if typing.get_origin(hint) is typing.Literal:
         return [str(choice) for choice in typing.get_args(hint)]
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        parts = [option for option in typing.get_args(hint) if option is not types.NoneType]
-        return [text for part in parts for text in _others(part) or [part.__name__]]
+        named = lambda part: "None" if part is types.NoneType else part.__name__  # noqa: E731
+        return [text for part in typing.get_args(hint) for text in _others(part) or [named(part)]]
     return []
 
 
 def section_table(name: str, cls: Any) -> list[str]:
     """Return the lines of a section's table; nested sections follow with longer paths."""
-    cell = lambda text: text.replace("|", r"\|")  # noqa: E731
     lines = []
     for field, hint in typing.get_type_hints(cls).items():
         path, inner = f"{name}.{field}", fields.section_of(hint)
-        values = "`None`, a section" if inner else values_text(path, hint)
-        row = (f"`{path}`", values, fields.meanings(cls)[field])
-        lines.append("|" + "|".join(map(cell, row)) + "|")
+        always = inner is Norm
+        values = "a section" if always else "`None`, a section"
+        values = values if inner else values_text(fields.default_of(path), hint)
+        meaning = inspect.getdoc(inner) if always else fields.meanings(cls)[field]
+        lines.append(_row(f"`{path}`", values, meaning or ""))
         if inner is not None:
             lines += section_table(path, inner)
     return lines
 
 
+def _row(*cells: str) -> str:
+    return "|" + "|".join(text.replace("|", r"\|") for text in cells) + "|"
+
+
+def component_table(name: str, cls: Any) -> list[str]:
+    """Return the lines of the fields that a component's class declares itself."""
+    hints, own = typing.get_type_hints(cls), inspect.get_annotations(cls)
+    return [
+        _row(
+            f"`{name}{field.name}`",
+            values_text(field.default, hints[field.name]),
+            fields.meanings(cls).get(field.name, ""),
+        )
+        for field in dataclasses.fields(cls)
+        if field.name in own
+    ]
+
+
+def components() -> Iterator[tuple[str, Any]]:
+    """Yield each class of components, and those of its fields, after the name of their fields."""
+    yield "", Layer
+    seen: set[Any] = set()
+    for cls in OURS.values():
+        if role := _role(cls):
+            yield f"{role}.", cls
+            yield from _parts("", cls, seen)
+
+
+def _role(cls: Any) -> str:
+    return next((role for base, role in NAMES.items() if issubclass(cls, base)), "")
+
+
+def _parts(name: str, cls: Any, seen: set[Any]) -> Iterator[tuple[str, Any]]:
+    for field, hint in typing.get_type_hints(cls).items():
+        hint = getattr(hint, "__value__", hint)
+        for part in typing.get_args(hint) or (hint,):
+            if dataclasses.is_dataclass(part) and part not in seen and not _role(part):
+                seen.add(part)
+                yield f"{name}{field}.", part
+                yield from _parts(f"{name}{field}.", part, seen)
+
+
 def table() -> str:
-    """Return the tables of all sections as Markdown."""
+    """Return the tables of all sections, and of components after the model, as Markdown."""
     parts = []
     for name, cls in typing.get_type_hints(config.Config).items():
-        head = ["|field|default, others|meaning|", "|---|---|---|"]
-        lines = [f"### {name}", "", inspect.getdoc(cls) or "", "", *head]
-        parts.append("\n".join(lines + section_table(name, cls)) + "\n")
+        parts.append(_part(f"### {name}", cls, section_table(name, cls)))
+        if name == "model":
+            for at, part in components():
+                parts.append(_part(f"#### {part.__name__}", part, component_table(at, part)))
     return "\n".join(parts)
+
+
+def _part(title: str, cls: Any, rows: list[str]) -> str:
+    head = ["", "|field|default, others|meaning|", "|---|---|---|"] if rows else []
+    said = (inspect.getdoc(cls) or "").replace("\n", " ")
+    return "\n".join([title, "", said, *head, *rows]) + "\n"
 
 
 def main() -> None:

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxpar.config import Config
+from jaxpar.components.model import in_words
+from jaxpar.config import Config, layers
 from jaxpar.config.serialize import to_json
 
 #: What stays as it is, in this order.
@@ -44,13 +45,12 @@ PARTS = {
     "power": ("watts", "sm_mhz", "at_power_limit"),
 }
 
-#: Fields of the config that are published whatever their value: the model's shape and the layout.
-#: Others are where they differ from the defaults.
+#: Fields of the config that are published whatever their value, beside those of layers: the model's
+#: shape and the layout. Others are where they differ from the defaults.
 CONFIG = """
 compute.dtype compute.float8_scaling compute.logits_dtype compute.matmul_dtype
-compute.recurrent_backend data.document_mask data.seq_len model.d_model model.kv_lora_rank
-model.layer_pattern model.num_experts model.num_layers optimizer.name parallel.expert
-parallel.expert_slack parallel.gather_dtype
+compute.recurrent_backend data.document_mask data.seq_len model.d_model model.layers
+model.num_layers optimizer.name parallel.expert parallel.expert_slack parallel.gather_dtype
 parallel.loss_chunks parallel.num_microbatches parallel.remat parallel.row_groups
 parallel.virtual_stages parallel.zero train.global_batch_size
 """.split()
@@ -71,7 +71,7 @@ DETAILS = ("ms_fastest", "ms_slowest", "launches", "flops", "useful_flops", "err
 #: Fields and sections of the config that say nothing about the time or memory of a step.
 LEFT_OUT = """
 run.dir run.init_from run.init_changes run.cpu_devices run.xla_flags run.record_routing
-run.compilation_cache data.path data.shuffle model.rope_theta model.norm_eps model.init_std
+run.compilation_cache data.path data.shuffle model.init_std
 """.split()
 SECTIONS_LEFT_OUT = ("checkpoint", "evaluation", "metrics", "cluster")
 
@@ -112,7 +112,9 @@ def published(card: dict[str, Any]) -> dict[str, Any]:
     made["config"] = {
         name: value
         for name, value in config.items()
-        if name in CONFIG or (value != defaults.get(name) and not left_out(name))
+        if name in CONFIG
+        or name.count(".") > 1
+        or (value != defaults.get(name) and not left_out(name))
     }
     return made
 
@@ -134,8 +136,13 @@ def left_out(name: str) -> bool:
 
 
 def flat(config: dict[str, Any]) -> dict[str, Any]:
-    """Return {section.field: value}."""
-    return {f"{part}.{name}": v for part, fields in config.items() for name, v in fields.items()}
+    """Return {section.field: value}, with fields of layers by address and the list in words."""
+    made = {f"{part}.{name}": v for part, fields in config.items() for name, v in fields.items()}
+    if not (values := made.get("model.layers")):  # older cards, whose model has a flag for each
+        return made
+    composed = layers.from_values(values)
+    in_short = {"model.layers": in_words(composed), "model.num_layers": len(composed)}
+    return made | layers.by_address(values) | in_short
 
 
 if __name__ == "__main__":

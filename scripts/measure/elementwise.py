@@ -18,9 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.components.feed_forward import Glu
-from jaxpar.components.rope import Rope
-from jaxpar.config import Config, ConfigError, ModelConfig
+from jaxpar.config import Attention, Config, ConfigError, Glu, Layer, Model
 from jaxpar.kernels import float8, softmax, swiglu
 from jaxpar.kernels.float8 import rounding
 from jaxpar.kernels.norm import rms_norm, rms_norm_beside
@@ -36,16 +34,8 @@ from jaxpar.tools.bench import conditions
 from scripts.measure.interleaved import Timing, time_interleaved
 
 #: Llama 3 8B (2407.21783), table 3.
-MODEL = ModelConfig(
-    num_layers=32,
-    d_model=4096,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    d_ff=14336,
-    vocab_size=128256,
-    rope_theta=500_000.0,
-)
+ATTENTION, GLU = Attention(num_heads=32, num_kv_heads=8, head_dim=128), Glu(14_336)
+MODEL = Model(d_model=4096, vocab_size=128_256, layers=[Layer("layers", ATTENTION, GLU)] * 32)
 #: Bytes that the copy reads and writes, far more than the caches, on a GPU and on a CPU.
 COPY_BYTES, COPY_BYTES_CPU = 4 << 30, 64 << 20
 
@@ -98,20 +88,20 @@ def normal(shape: tuple[int, ...]) -> jax.Array:
 
 def pieces(tokens: int) -> Iterator[Piece]:
     """Yield the pieces one at a time, since their arguments are large."""
-    m = MODEL
+    m, a = MODEL, ATTENTION
     x, y = normal((1, tokens, m.d_model)), normal((1, tokens, m.d_model))
     gain = jnp.ones(m.d_model, jnp.float32)
-    norm = functools.partial(rms_norm, eps=m.norm_eps)
+    norm = functools.partial(rms_norm, eps=m.norm.eps)
     yield from both("RMSNorm", norm, x, gain)
     yield Piece("RMSNorm beside x backward", backward_of(beside), ((x, y), x, gain))
     yield Piece("residual add", jnp.add, (x, y))
     yield Piece("residual add + RMSNorm", lambda x, y, g: (x + y, norm(x + y, g)), (x, y, gain))
-    tables = model_rope.rope_tables(jnp.arange(tokens)[None], Rope(theta=m.rope_theta), m.head_dim)
-    q, k = (normal((1, tokens, heads, m.head_dim)) for heads in (m.num_heads, m.num_kv_heads))
+    tables = model_rope.rope_tables(jnp.arange(tokens)[None], a.rope, a.head_dim)
+    q, k = (normal((1, tokens, heads, a.head_dim)) for heads in (a.num_heads, a.num_kv_heads))
     yield Piece("RoPE of q and k forward", rope, (q, k, tables))
     yield Piece("RoPE of q and k backward", rope_backward, (q, k, tables))
-    gate, up = normal((1, tokens, m.d_ff)), normal((1, tokens, m.d_ff))
-    yield from both("SwiGLU", feed_forward.kernel_of(Glu(d_ff=m.d_ff)).hidden, gate, up)
+    gate, up = normal((1, tokens, GLU.d_ff)), normal((1, tokens, GLU.d_ff))
+    yield from both("SwiGLU", feed_forward.kernel_of(GLU).hidden, gate, up)
 
 
 def pieces_of_kernels(tokens: int) -> Iterator[Piece]:
@@ -128,7 +118,7 @@ def with_kernels(tokens: int) -> Iterator[tuple]:
     by_xla, by_kernel = rounding._by_xla, rounding._by_kernel
     for name, x, dtype in (
         ("round norm", beside_unwritten(normal((tokens, m.d_model))), float8.FORWARD),
-        ("round gradient", normal((tokens, m.d_ff)), float8.BACKWARD),
+        ("round gradient", normal((tokens, GLU.d_ff)), float8.BACKWARD),
     ):
         both = (functools.partial(rounded, by, dtype) for by in (by_xla, by_kernel))
         yield name, *both, (x, one), False
@@ -138,7 +128,7 @@ def with_kernels(tokens: int) -> Iterator[tuple]:
     yield "exponentials", *exponentials, logits, True
     yield "sums of exponentials", softmax.sum_by_xla, softmax.sum_by_kernel, logits, False
     del logits
-    gate_up, d_y = normal((tokens, 2 * m.d_ff)), normal((tokens, m.d_ff))
+    gate_up, d_y = normal((tokens, 2 * GLU.d_ff)), normal((tokens, GLU.d_ff))
     scaled = gate_up, jnp.ones((tokens, 1), jnp.float32)
     amax = functools.partial(functools.partial, with_amax=True)
     for name, by_xla, by_kernel, rest in (
@@ -157,12 +147,12 @@ def rounded(by, dtype, x, scale):
 
 def beside_unwritten(x):
     """Return the norm of x as float8 rounds it, from x."""
-    return rms_norm_beside(x, jnp.ones(MODEL.d_model, jnp.float32), MODEL.norm_eps)[1]
+    return rms_norm_beside(x, jnp.ones(MODEL.d_model, jnp.float32), MODEL.norm.eps)[1]
 
 
 def beside(x, gain):
     """Return x and its norm, as in a layer."""
-    x, normed = rms_norm_beside(x, gain, MODEL.norm_eps)
+    x, normed = rms_norm_beside(x, gain, MODEL.norm.eps)
     return x, normed.written()
 
 

@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec
 
 from jaxpar.config import Config, replace
 from jaxpar.config.config_file import load_config
-from jaxpar.config.layout.composition import experts_of, model_of
 from jaxpar.config.validate import resolve
 from jaxpar.execution.decisions import execution_of
 from jaxpar.kernels.norm import NormOutput
@@ -69,8 +68,9 @@ def _config(given: argparse.Namespace) -> Config:
 def programs_of(cfg: Config):
     """Return the forward, the forward with the backward, and the fullest device's share."""
     mesh, ex, m = make_mesh(cfg.parallel), execution_of(cfg), cfg.model
-    layer = param_specs(m)["layers"]
-    specs = {n: s for n, s in layer.items() if n in experts.WEIGHTS}
+    layer = m.layers[-1]
+    routed = layer.feed_forward
+    specs = {n: s for n, s in param_specs(m)[layer.name].items() if n in experts.WEIGHTS}
     # Only experts are sharded. FSDP would gather the others, a layer ahead.
     of_weights = {
         n: partition_spec(s.axes[1:]) if "experts" in s.axes else PartitionSpec()
@@ -79,7 +79,7 @@ def programs_of(cfg: Config):
     made = functools.partial(_arrays, specs, cfg)
     placed = shardings(mesh, (of_weights, BATCH_SPEC, BATCH_SPEC))
     w, x, d_out = jax.jit(made, out_shardings=placed)(jax.random.key(0))
-    context = SimpleNamespace(layer=model_of(m).layers[0], loss_weight=None)
+    context = SimpleNamespace(layer=layer, loss_weight=None)
 
     def converted(w):
         return {
@@ -88,7 +88,7 @@ def programs_of(cfg: Config):
         }
 
     def apply(w, x):
-        branch = branches(context.layer, m)[-1]
+        branch = branches(layer, m)[-1]
         return branch.function(Shards((NormOutput(x),)), w, context, ex).parts[0]
 
     def gradients(w, x, d_out):  # those of experts stay in the compute dtype, as in a step
@@ -96,7 +96,8 @@ def programs_of(cfg: Config):
         return out, *pullback(d_out)
 
     def load(w, x):
-        ids = router.route(x, w, experts_of(m)).experts // (m.num_experts // cfg.parallel.expert)
+        each = routed.num_experts // cfg.parallel.expert
+        ids = router.route(x, w, routed).experts // each
         return lax.psum(jnp.bincount(ids.reshape(-1), length=cfg.parallel.expert), EXPERT)
 
     def over(fn, inputs, outputs):

@@ -36,7 +36,7 @@ from loss_spikes_variants import RATE, VARIANTS, config, run_of
 
 from jaxpar.config import (
     Config,
-    ModelConfig,
+    Model,
     replace,
 )
 from jaxpar.config.validate import resolve
@@ -66,8 +66,14 @@ def prepare(options: argparse.Namespace) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     about = {n: getattr(options, n) for n in ("data", "steps", "warm_up", "seeds", "tiny")}
     cfg = resolve(config(about), 1)
-    model = cfg.model
-    about |= {"model": dataclasses.asdict(model), "optimizer": dataclasses.asdict(cfg.optimizer)}
+    model, attention = cfg.model, cfg.model.layers[0].mixer
+    about["model"] = {
+        "num_layers": len(model.layers),
+        "head_dim": attention.head_dim,
+        "rope_theta": attention.rope.theta,
+        "norm_eps": model.norm.eps,
+    }
+    about["optimizer"] = dataclasses.asdict(cfg.optimizer)
     with ThreadPoolExecutor(options.seeds) as pool:
         made = [pool.submit(write_weights, folder, model, seed) for seed in range(options.seeds)]
         for seed in range(options.seeds):
@@ -77,7 +83,7 @@ def prepare(options: argparse.Namespace) -> None:
     (folder / "about.json").write_text(json.dumps(about, indent=2))
 
 
-def write_weights(folder: Path, model: ModelConfig, seed: int) -> None:
+def write_weights(folder: Path, model: Model, seed: int) -> None:
     """Write the initial weights of a seed, with jaxpar's distributions and NumPy's random numbers.
 
     Both programs read the same bits.

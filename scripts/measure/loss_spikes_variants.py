@@ -7,9 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.config import (
+    Attention,
     Config,
     DataConfig,
-    ModelConfig,
+    Glu,
+    Layer,
+    Model,
     OptimizerConfig,
     ParallelConfig,
     TrainConfig,
@@ -23,25 +26,16 @@ from jaxpar.sharding.axes import VOCAB_AXES
 from jaxpar.training.run import Run
 
 #: 152.8 million parameters.
-MODEL = ModelConfig(
-    num_layers=12,
+MODEL = Model(
     d_model=768,
-    num_heads=12,
-    num_kv_heads=4,
-    head_dim=64,
-    d_ff=2048,
-    vocab_size=50304,
+    vocab_size=50_304,
+    layers=[Layer("layers", Attention(num_heads=12, num_kv_heads=4, head_dim=64), Glu(2048))] * 12,
 )
 #: The same in small, for a test on a CPU.
-TINY = dataclasses.replace(
-    MODEL,
-    num_layers=2,
+TINY = Model(
     d_model=64,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    d_ff=128,
     vocab_size=8192,
+    layers=[Layer("layers", Attention(num_heads=4, num_kv_heads=2, head_dim=16), Glu(128))] * 2,
 )
 
 #: Learning rate, unless another is given.

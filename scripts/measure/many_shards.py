@@ -22,7 +22,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from jaxpar.checkpoint import stored_arrays
-from jaxpar.config import Config, replace
+from jaxpar.config import Attention, Config, Glu, Layer, Model, replace
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import abstract_state, state_shardings
@@ -33,14 +33,9 @@ LAYERS = 2
 
 def config_of(devices: int) -> Config:
     """Return a small model of whose every matrix each device has a part."""
+    layer = Layer("layers", Attention(num_heads=1, num_kv_heads=1, head_dim=16), Glu(16))
     changes = {
-        "model.num_layers": LAYERS,
-        "model.d_model": max(64, devices),
-        "model.num_heads": 1,
-        "model.num_kv_heads": 1,
-        "model.head_dim": 16,
-        "model.d_ff": 16,
-        "model.vocab_size": 64,
+        "model": Model(d_model=max(64, devices), vocab_size=64, layers=[layer] * LAYERS),
         "data.seq_len": 16,
         "train.global_batch_size": devices,
         "parallel.data": devices,

@@ -19,7 +19,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpar.config import Config, ConfigError, DataConfig, ModelConfig, ParallelConfig, replace
+from jaxpar.config import (
+    Attention,
+    Config,
+    ConfigError,
+    DataConfig,
+    Glu,
+    Layer,
+    Model,
+    ParallelConfig,
+    replace,
+)
 from jaxpar.config.validate import resolve
 from jaxpar.runtime import provenance
 from jaxpar.runtime import start as runtime
@@ -35,17 +45,9 @@ from jaxpar.verification import traces
 
 #: The layers of Llama 3 8B (2407.21783), table 3. The vocabulary is small: every stage computes its
 #: share of the head, so that a large one would only add to the slope.
+LAYER = Layer("layers", Attention(num_heads=32, num_kv_heads=8, head_dim=128), Glu(14_336))
 BASE = Config(
-    model=ModelConfig(
-        num_layers=4,
-        d_model=4096,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        d_ff=14336,
-        vocab_size=16384,
-        rope_theta=500_000.0,
-    ),
+    model=Model(d_model=4096, vocab_size=16_384, layers=[LAYER] * 4),
     data=DataConfig(seq_len=8192, document_mask=False),
     parallel=ParallelConfig(
         pipeline=2, data=1, zero=1, remat="dots", layer_loop="unroll", loss_chunks=1
@@ -54,10 +56,8 @@ BASE = Config(
 #: A few layers of a few units, to try the script without GPUs.
 SMALL = {
     "model.d_model": 32,
-    "model.num_heads": 2,
-    "model.num_kv_heads": 2,
-    "model.head_dim": 16,
-    "model.d_ff": 64,
+    "model.layers.mixer": Attention(num_heads=2, num_kv_heads=2, head_dim=16),
+    "model.layers.feed_forward": Glu(64),
     "model.vocab_size": 256,
     "data.seq_len": 32,
     "run.cpu_devices": 2,

@@ -52,15 +52,13 @@ CONFIG = """
 from jaxpar.config import *
 
 def get_config():
+    layer = Layer("layers", Attention(num_heads=4, num_kv_heads=2, head_dim=8), Glu(64))
     return Config(
         data=DataConfig(
             mixture={mixture!r}, mixture_schedule={weights!r}, seq_len=64,
             length_schedule={lengths!r},
         ),
-        model=ModelConfig(
-            num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=64,
-            vocab_size=272,
-        ),
+        model=Model(d_model=32, vocab_size=272, layers=[layer] * 2),
         compute=ComputeConfig(dtype="float32"),
         train=TrainConfig(
             num_steps={steps}, global_batch_size=16, batch_schedule={batches!r}, log_every=1

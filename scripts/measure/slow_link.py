@@ -40,7 +40,7 @@ import numpy as np
 from jax.sharding import Mesh
 from slow_link_report import EVERY, picture, table_of, table_of_times
 
-from jaxpar.config import Config, replace
+from jaxpar.config import Attention, Config, Glu, Layer, Model, replace
 from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.config_file import load_config
 from jaxpar.config.validate import resolve
@@ -80,17 +80,17 @@ METHODS: Methods = {
     "diloco_overlap": {"diloco.every": 50, "diloco.fragments": 2, "diloco.overlap": 5},
 }
 
+_ATTENTION = Attention(num_heads=4, num_kv_heads=2, head_dim=64)
+
 #: The model of the curves: 11 million parameters with a vocabulary of 8,192.
 CURVES: dict[str, Any] = {
     "parallel.replica": 4,
     "parallel.data": 1,
-    "model.num_layers": 6,
-    "model.d_model": 256,
-    "model.num_heads": 4,
-    "model.num_kv_heads": 2,
-    "model.head_dim": 64,
-    "model.d_ff": 1024,
-    "model.vocab_size": 0,
+    "model": Model(
+        d_model=256,
+        vocab_size=0,
+        layers=[Layer("layers", _ATTENTION, Glu(1024))] * 6,
+    ),
     "data.seq_len": 256,
     "train.global_batch_size": 32,
     "optimizer.learning_rate": 1e-3,
@@ -102,10 +102,8 @@ SHRINK = {
     "run.cpu_devices": 4,
     "model.num_layers": 2,
     "model.d_model": 64,
-    "model.num_heads": 2,
-    "model.num_kv_heads": 2,
-    "model.head_dim": 32,
-    "model.d_ff": 128,
+    "model.layers.mixer": Attention(num_heads=2, num_kv_heads=2, head_dim=32),
+    "model.layers.feed_forward": Glu(128),
     "data.seq_len": 64,
     "train.global_batch_size": 8,
     "compute.dtype": "float32",

@@ -17,6 +17,7 @@ from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.fields import field_types
 from jaxpar.config.layers import all_paths
 from jaxpar.config.model_source import FAMILY, FROM
+from jaxpar.config.serialize import to_json
 from tests.slow import slow
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,6 +84,16 @@ def test_cards_are_published_in_short():
     for card in cards:
         text = card.read_text("utf-8")
         assert publish.text_of(json.loads(text)) == text, f"run publish_cards.py {card.name}"
+
+
+def test_a_card_of_a_composed_model_has_addresses():
+    config = json.loads(to_json(load_config("qwen3_next_80b_a3b")))
+    card = script("publish_cards").published({"config": config, "processes": "1"})
+    tables, found = script("benchmark_table"), card["config"]
+    assert found["model.layers"] == "(delta_layers x 3, layers) x 12"
+    assert found["model.layers.mixer.num_heads"] == 16
+    assert tables.name_of(card) == "48 layers of Qwen3-Next with 512 experts"
+    assert "recurrences by auto" in tables.how(card)
 
 
 def test_the_headline_counts_every_comparison():
