@@ -18,7 +18,7 @@ from jaxpar import checkpoint
 from jaxpar.components.attention import Attention
 from jaxpar.components.component import Term
 from jaxpar.components.model import Layer, Model
-from jaxpar.config import ConfigError, ModelConfig, registry
+from jaxpar.config import ConfigError, ModelConfig
 from jaxpar.config.code import with_code
 from jaxpar.config.layers import OURS
 from jaxpar.config.layout.composition import model_of
@@ -130,12 +130,6 @@ def _check(
     Raises:   CheckFailed beyond the tolerance.
     """
     m, parameters = export.config.model, parameters_of(export.config.model)
-    model = model_of(m)
-    mixers = (layer.mixer for layer in model.layers)
-    functions = {a.function for a in mixers if isinstance(a, Attention)}
-    if missing := functions - {"softmax", *registry.names("model.attention")}:
-        log(f"not checked: {', '.join(sorted(missing))} is not registered as model.attention here")
-        return
     if isinstance(export.arrays, MergedArrays):
         check_merge(export.arrays, export.config, tolerance, log)
     tokens = selfcheck.random_tokens(m)
@@ -143,7 +137,7 @@ def _check(
     read = lambda path, box: parameters[path].read(stored, box)  # noqa: E731
     found = selfcheck.logits(read, m, tokens)
     selfcheck.compare(found, ours, "the written file", tolerance, log)
-    left_out = "components need code" if code_needed(model) else selfcheck.why_not_in_torch(m)
+    left_out = "components need code" if code_needed(model_of(m)) else selfcheck.why_not_in_torch(m)
     if left_out is None:
         selfcheck.compare(torch_logits(file, tokens), ours, "PyTorch", tolerance, log)
     else:
@@ -272,15 +266,9 @@ def _class_of(term: Term) -> tuple[str, str | None, str]:
     name = kind.__name__ if OURS.get(kind.__name__) is kind else name_of(kind)
     if base is None:
         return name, None, "forward(self, x, weights, positions, segments)"
-    if isinstance(term, Attention):
-        if type(term).heads is not Attention.heads:
-            return name, base, _HEADS
-        if term.function != "softmax":
-            return term.function, base, _HEADS
+    if isinstance(term, Attention) and kind.heads is not Attention.heads:
+        return name, base, "heads(self, q, k, v, seen)"
     return name, base, ""
-
-
-_HEADS = "heads(self, q, k, v, seen)"
 
 
 def _shapes(term: Term, model: Model) -> dict[str, list[int]]:

@@ -15,7 +15,7 @@ from jaxpar import checkpoint
 from jaxpar.checkpoint.branching import branch
 from jaxpar.checkpoint.saved import CARRIED
 from jaxpar.commands import call
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import Attention, Config, ConfigError, Glu, Layer, Model, replace
 from jaxpar.config.serialize import to_json
 from jaxpar.config.validate import resolve
 from jaxpar.convert.hf import chat_format, exporting, importing
@@ -111,10 +111,9 @@ def a_run(folder: Path, data: str, vocab_size: int = 320, **fields) -> Path:
     """A run of one step on some data, with random weights."""
     values = {"data.path": data, "data.seq_len": 32, "run.dir": str(folder)}
     values |= {"compute.dtype": "float32"} | fields
-    shape = {"num_layers": 1, "d_model": 16, "num_heads": 2, "num_kv_heads": 2}
-    shape |= {"head_dim": 8, "d_ff": 32, "vocab_size": vocab_size}
-    cfg = replace(Config(), **{f"model.{name}": value for name, value in shape.items()}, **values)
-    write_run(folder, cfg)
+    layer = Layer("layers", Attention(num_heads=2, num_kv_heads=2, head_dim=8), Glu(32))
+    model = Model(d_model=16, vocab_size=vocab_size, layers=[layer])
+    write_run(folder, replace(Config(model=model), **values))
     return folder
 
 

@@ -1,14 +1,15 @@
 """DeepSeek-V3's router and experts, against the layer of `transformers`."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.config import ComputeConfig, Config, ModelConfig, replace
-from jaxpar.config.layout.composition import experts_of, model_of
-from jaxpar.convert.hf.families.shared import EXPERTS
+from jaxpar.config import ComputeConfig, Config, Experts, Glu, Layer, Model, Router
+from jaxpar.config.layout.composition import model_of
+from jaxpar.convert.hf.families import shared
 from jaxpar.convert.hf.names import Names, entries_of
 from jaxpar.convert.hf.tensor_layout import Entry, as_ours, shape_of, tensor_name
 from jaxpar.execution.decisions import execution_of
@@ -17,6 +18,7 @@ from jaxpar.model.moe import router
 from jaxpar.model.moe.experts import Received
 from jaxpar.model.plain.components import plain
 from tests.convert import tiny
+from tests.tiny import ATTENTION
 
 GOLDEN = dict(np.load(Path(__file__).parent / "goldens/deepseek_v3.npz"))
 
@@ -24,20 +26,25 @@ GOLDEN = dict(np.load(Path(__file__).parent / "goldens/deepseek_v3.npz"))
 TOLERANCE = 1e-5
 
 KEYS = tiny.DEEPSEEK_V3
-MODEL = ModelConfig(
-    d_model=KEYS["hidden_size"],
-    d_ff=KEYS["moe_intermediate_size"],
+ROUTER = Router(
+    score="sigmoid",
+    balancing_bias=True,
+    groups=KEYS["n_group"],
+    groups_per_token=KEYS["topk_group"],
+    scale=KEYS["routed_scaling_factor"],
+)
+EXPERTS = Experts(
+    expert=Glu(KEYS["moe_intermediate_size"]),
     num_experts=KEYS["n_routed_experts"],
     experts_per_token=KEYS["num_experts_per_tok"],
     num_shared_experts=KEYS["n_shared_experts"],
-    router_score="sigmoid",
-    router_bias=True,
-    router_groups=KEYS["n_group"],
-    router_groups_per_token=KEYS["topk_group"],
-    router_scale=KEYS["routed_scaling_factor"],
+    router=ROUTER,
+)
+MODEL = Model(
+    d_model=KEYS["hidden_size"], vocab_size=48, layers=[Layer("layers", ATTENTION, EXPERTS)]
 )
 
-NAMES = {weight: name.removeprefix("mlp.") for weight, name in EXPERTS.items()}
+NAMES = {weight: name.removeprefix("mlp.") for weight, name in shared.EXPERTS.items()}
 
 
 def layer() -> tuple[jnp.ndarray, dict]:
@@ -56,7 +63,7 @@ def layer() -> tuple[jnp.ndarray, dict]:
 
 def test_the_router_chooses_and_weighs_as_transformers():
     x, w = layer()
-    found = router.route(x, w, experts_of(MODEL))
+    found = router.route(x, w, EXPERTS)
     order = np.argsort(found.experts[0], axis=-1)
     ids, weights = (
         np.take_along_axis(np.asarray(a[0]), order, -1) for a in (found.experts, found.weights)
@@ -68,19 +75,19 @@ def test_the_router_chooses_and_weighs_as_transformers():
 def test_bias_and_groups_change_the_choice():
     """Otherwise the goldens would not test them."""
     x, w = layer()
-    for fields in ({"router_bias": False}, {"router_groups": 1, "router_groups_per_token": 1}):
-        m = replace(Config(model=MODEL), **{f"model.{n}": v for n, v in fields.items()}).model
-        found = np.sort(router.route(x, w, experts_of(m)).experts[0])
+    for fields in ({"balancing_bias": False}, {"groups": 1, "groups_per_token": 1}):
+        experts = replace(EXPERTS, router=replace(ROUTER, **fields))
+        found = np.sort(router.route(x, w, experts).experts[0])
         assert np.mean(np.any(found != GOLDEN["experts"], axis=-1)) > 0.05
 
 
 def test_the_layer_is_that_of_transformers():
     x, w = layer()
     ex = execution_of(Config(model=MODEL, compute=ComputeConfig(dtype="float32")))
-    of = model_of(MODEL).layers[-1]
+    (of,) = model_of(MODEL).layers
     context = SimpleNamespace(layer=of, loss_weight=None, rows=None, probes=(), feeds=())
     found = branches(of, MODEL)[-1].function(Received(x, x), w, context, ex).partial
-    of_plain = plain(experts_of(MODEL), x, w, None, None, model_of(MODEL))
+    of_plain = plain(EXPERTS, x, w, None, None, model_of(MODEL))
     largest = np.abs(GOLDEN["out"]).max()
     for out in (found, of_plain):
         assert np.abs(np.asarray(out[0]) - GOLDEN["out"]).max() <= TOLERANCE * largest

@@ -1,6 +1,7 @@
 """Runs of our own, exported: any mesh's checkpoint, any step, the family that fits, a tokenizer."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -12,7 +13,7 @@ from safetensors.numpy import load_file
 from jaxpar import config
 from jaxpar.checkpoint import Checkpointer, Damaged, folder
 from jaxpar.commands import call
-from jaxpar.config import Config, ConfigError, ModelConfig
+from jaxpar.config import Config, ConfigError, Layer, Model, QkNorm, Rope, Router
 from jaxpar.config.validate import resolve
 from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.hf.config import choose_family
@@ -22,17 +23,9 @@ from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step import state
 from tests.checkpoint.test_checkpoint import write_dataset
 from tests.slow import slow_but
-from tests.tiny import STATE
+from tests.tiny import ATTENTION, EXPERTS, GLU, STATE
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
-
-GEMMA = {
-    "activation": "gelu",
-    "post_norms": True,
-    "norm_offset": True,
-    "embed_scale": True,
-    "qk_norm": True,
-}
 
 MESHES = {
     "one device": {},
@@ -198,44 +191,57 @@ def test_bytes_survive_as_a_published_tokenizer():
     assert theirs.get_vocab_size() == ours.vocab_size
 
 
+QK, BIASES = {"qk_norm": QkNorm()}, {"bias": True, "out_bias": True}
+SIGMOID = replace(EXPERTS, router=Router(score="sigmoid", balancing_bias=True))
+SHARED = replace(SIGMOID, num_shared_experts=1)
+BIASED = replace(EXPERTS, expert=replace(GLU, bias=True), router=Router(linear_bias=True))
+GELU = replace(GLU, activation="gelu")
+
+
+def layer(feed_forward=GLU, name="layers", norms="before", **mixer) -> Layer:
+    return Layer(name, replace(ATTENTION, **mixer), feed_forward, norms=norms)
+
+
+def model(*period: Layer, **fields) -> Model:
+    """A model of four layers."""
+    return Model(d_model=16, vocab_size=32, layers=period * (4 // len(period)), **fields)
+
+
+GEMMA = {"norm_offset": True, "embed_scale": True}
+WIDE = layer(GELU, "global_layers", "around", **QK)
+LOCAL = layer(GELU, "layers", "around", window=8, rope=Rope(theta=1e4), **QK)
+
+
 @pytest.mark.parametrize(
-    ("fields", "family"),
+    ("m", "family"),
     [
-        ({}, "llama"),
-        ({"qkv_bias": True, "out_bias": True, "mlp_bias": True}, "llama"),
-        ({"sliding_window": 8}, "mistral"),
-        ({"qkv_bias": True}, "qwen2"),
-        ({"qkv_bias": True, "sliding_window": 8}, "qwen2"),
-        ({"qk_norm": True}, "qwen3"),
-        ({"qk_norm": True, "qkv_bias": True, "out_bias": True}, "qwen3"),
-        (GEMMA, "gemma3_text"),
-        (GEMMA | {"sliding_window": 8, "global_every": 2, "local_rope_theta": 1e4}, "gemma3_text"),
-        ({"num_experts": 4}, "mixtral"),
-        ({"num_experts": 4, "qk_norm": True, "normalize_experts": False}, "qwen3_moe"),
-        (
-            {"num_experts": 4, "qk_norm": True, "router_score": "sigmoid", "router_bias": True}
-            | {"num_shared_experts": 1, "dense_layers": 1},
-            "dots1",
-        ),
+        (model(layer()), "llama"),
+        (model(layer(replace(GLU, bias=True), **BIASES)), "llama"),
+        (model(layer(window=8)), "mistral"),
+        (model(layer(bias=True)), "qwen2"),
+        (model(layer(bias=True, window=8)), "qwen2"),
+        (model(layer(**QK)), "qwen3"),
+        (model(layer(**QK, **BIASES)), "qwen3"),
+        (model(WIDE, **GEMMA), "gemma3_text"),
+        (model(LOCAL, WIDE, **GEMMA), "gemma3_text"),
+        (model(layer(EXPERTS)), "mixtral"),
+        (model(layer(replace(EXPERTS, router=Router(normalize=False)), **QK)), "qwen3_moe"),
+        (model(layer(name="dense_layers", **QK), *[layer(SHARED, **QK)] * 3), "dots1"),
     ],
 )
-def test_the_family_that_fits(fields, family):
-    assert choose_family(ModelConfig(**fields)).model_type == family
+def test_the_family_that_fits(m, family):
+    assert choose_family(m).model_type == family
 
 
-def test_a_model_of_no_family():
-    with pytest.raises(ConfigError, match=r"no published family \(llama: .*mistral: .*qwen3: "):
-        choose_family(ModelConfig(out_bias=True))
-    sigmoid = {"num_experts": 4, "qk_norm": True, "router_score": "sigmoid", "router_bias": True}
-    with pytest.raises(ConfigError, match=r"dots1: Experts\.num_shared_experts = 0, .* least 1"):
-        choose_family(ModelConfig(**sigmoid))
-    with pytest.raises(
-        ConfigError,
-        match=r"llama: model\.layers\.feed_forward\.activation = gelu, .*silu",
-    ):
-        choose_family(ModelConfig(activation="gelu"))
-    with pytest.raises(
-        ConfigError,
-        match=r"mixtral: model\..*\.expert\.bias = True, but its models",
-    ):
-        choose_family(ModelConfig(num_experts=4, expert_bias=True, router_linear_bias=True))
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (layer(out_bias=True), r"no published family \(llama: .*mistral: .*qwen3: "),
+        (layer(SIGMOID, **QK), r"dots1: Experts\.num_shared_experts = 0, .* least 1"),
+        (layer(GELU), r"llama: model\.layers\.feed_forward\.activation = gelu, .*silu"),
+        (layer(BIASED), r"mixtral: model\..*\.expert\.bias = True, but its models"),
+    ],
+)
+def test_a_model_of_no_family(wrong, said):
+    with pytest.raises(ConfigError, match=said):
+        choose_family(model(wrong))

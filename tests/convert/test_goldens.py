@@ -160,7 +160,8 @@ def test_another_family_keeps_what_holds_in_each(folders, tmp_path):
     assert values["model_type"] == "mistral" and values["eos_token_id"] == 2
     assert values["max_position_embeddings"] == 512 and values["sliding_window"] is None
     assert "attention_bias" not in values
-    assert importing.open_source(tmp_path / "out").config.model.sliding_window is None
+    layers = importing.open_source(tmp_path / "out").config.model.layers
+    assert {layer.mixer.window for layer in layers} == {None}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", slow("float16")])

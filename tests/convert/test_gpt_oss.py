@@ -10,8 +10,17 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxpar.config import ComputeConfig, Config, ModelConfig
-from jaxpar.config.layout.composition import experts_of, model_of
+from jaxpar.config import (
+    ClampedSwiglu,
+    ComputeConfig,
+    Config,
+    Experts,
+    Glu,
+    Layer,
+    Model,
+    Router,
+)
+from jaxpar.config.layout.composition import model_of
 from jaxpar.execution.decisions import execution_of
 from jaxpar.model.layer import branches
 from jaxpar.model.moe import router
@@ -19,6 +28,7 @@ from jaxpar.model.moe.experts import Received
 from jaxpar.model.plain.components import plain
 from jaxpar.sharding.mesh import make_mesh
 from tests.convert import tiny
+from tests.tiny import ATTENTION
 
 GOLDEN = dict(np.load(Path(__file__).parent / "goldens/gpt_oss.npz"))
 
@@ -26,16 +36,18 @@ GOLDEN = dict(np.load(Path(__file__).parent / "goldens/gpt_oss.npz"))
 TOLERANCE = 1e-5
 
 KEYS = tiny.GPT_OSS
-MODEL = ModelConfig(
-    d_model=KEYS["hidden_size"],
-    d_ff=KEYS["intermediate_size"],
+EXPERTS = Experts(
+    expert=Glu(
+        KEYS["intermediate_size"],
+        activation=ClampedSwiglu(limit=KEYS["swiglu_limit"], alpha=KEYS["swiglu_alpha"]),
+        bias=True,
+    ),
     num_experts=KEYS["num_local_experts"],
     experts_per_token=KEYS["num_experts_per_tok"],
-    expert_bias=True,
-    router_linear_bias=True,
-    activation="clamped_swiglu",
-    swiglu_limit=KEYS["swiglu_limit"],
-    swiglu_alpha=KEYS["swiglu_alpha"],
+    router=Router(linear_bias=True),
+)
+MODEL = Model(
+    d_model=KEYS["hidden_size"], vocab_size=48, layers=[Layer("layers", ATTENTION, EXPERTS)]
 )
 CONFIG = Config(model=MODEL, compute=ComputeConfig(dtype="float32"))
 
@@ -61,7 +73,7 @@ X, D_OUT = (jnp.asarray(TENSORS[name][None]) for name in ("x", "d_out"))
 
 
 def test_the_router_chooses_and_weighs_as_transformers():
-    found = router.route(X, WEIGHTS, experts_of(MODEL))
+    found = router.route(X, WEIGHTS, EXPERTS)
     order = np.argsort(found.experts[0], axis=-1)
     ids, weights = (
         np.take_along_axis(np.asarray(a[0]), order, -1) for a in (found.experts, found.weights)
@@ -79,7 +91,7 @@ def test_a_part_of_gate_and_up_is_beyond_the_limit():
 
 def as_trained(w: dict, x: jax.Array) -> jax.Array:
     """The layer of the trained model, on a mesh of one device."""
-    (layer, *_), ex = model_of(MODEL).layers, execution_of(CONFIG)
+    (layer,), ex = model_of(MODEL).layers, execution_of(CONFIG)
     empty = {"loss_weight": None, "rows": None, "probes": (), "feeds": ()}
     context = SimpleNamespace(layer=layer, **empty)
     *_, branch = branches(layer, MODEL)
@@ -92,7 +104,7 @@ def as_trained(w: dict, x: jax.Array) -> jax.Array:
 
 
 def as_plain(w: dict, x: jax.Array) -> jax.Array:
-    return plain(experts_of(MODEL), x, w, None, None, model_of(MODEL))
+    return plain(EXPERTS, x, w, None, None, model_of(MODEL))
 
 
 LAYERS = {"trained": as_trained, "plain": as_plain}

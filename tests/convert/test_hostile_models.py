@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar.commands import call
-from jaxpar.config import ConfigError, ModelConfig
+from jaxpar.config import ConfigError
 from jaxpar.convert.hf import importing
 from jaxpar.convert.hf.config import config_json, family_of, model_of
 from jaxpar.convert.hf.config_file import read_config_json
@@ -22,6 +22,7 @@ from jaxpar.convert.peft.importing import base_folder, lora_of, read_adapter_con
 from jaxpar.convert.shape import model_from
 from tests.convert import tiny
 from tests.hostile import damaged
+from tests.tiny import TINY
 
 PUBLISHED = Path(__file__).parent / "published"
 NAMES = sorted(json.loads((PUBLISHED / "sources.json").read_text()))
@@ -58,7 +59,7 @@ def test_config_files(name, tmp_path, capsys):
                 config_json(model, family, values, "float32")
 
             refused += refused_or_read(read, case) is not None
-            shape = lambda: model_from(str(tmp_path), None, ModelConfig())  # noqa: E731
+            shape = lambda: model_from(str(tmp_path), None, TINY.model)  # noqa: E731
             refused_or_read(shape, case)
     capsys.readouterr()
     assert refused > 5
@@ -123,7 +124,7 @@ def test_configs_of_adapters(tmp_path):
 
         def read() -> None:
             values = read_adapter_config(tmp_path)
-            lora_of(values, ModelConfig())
+            lora_of(values, TINY.model)
             base_folder(values, None)
 
         refused_or_read(read, case)

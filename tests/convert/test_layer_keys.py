@@ -1,13 +1,16 @@
 """RoPE and windows in config.json: each form says the same, and what is written is read back."""
 
+from dataclasses import replace
+
 import pytest
 
-from jaxpar.config import ConfigError, ModelConfig, RopeScaling
+from jaxpar.config import ConfigError, Layer, Model, Rope, RopeScaling
 from jaxpar.convert.hf.composed import Composition
 from jaxpar.convert.hf.config import config_json, family_of, model_of
 from jaxpar.convert.hf.families import GEMMA3, GEMMA4, LLAMA, OLMO_HYBRID, QWEN2, QWEN3_MOE
 from jaxpar.convert.hf.keys import layers
 from tests.convert import tiny
+from tests.tiny import ATTENTION, GLU
 
 SCALED = {
     "rope_type": "llama3",
@@ -19,7 +22,7 @@ SCALED = {
 SCALING = RopeScaling(factor=32.0)
 
 
-def rope_of(model: ModelConfig):
+def rope_of(model: Model):
     """The theta and the scaling of the first layer."""
     rope = model.layers[0].mixer.rope
     return rope.theta, rope.scaling
@@ -90,17 +93,17 @@ def test_what_is_written_is_read_back(name):
         assert model_of(older, family) == model
 
 
+WIDE = Layer("global_layers", ATTENTION, GLU)
+NEAR = Layer("layers", replace(ATTENTION, window=8), GLU)
+OTHER = Layer("layers", replace(ATTENTION, window=8, rope=Rope(theta=1e3)), GLU)
+
+
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"sliding_window": 8},
-        {"sliding_window": 8, "global_every": 3, "local_rope_theta": 1e3},
-        {"sliding_window": 8, "global_every": 2},
-    ],
+    "given",
+    [[WIDE] * 8, [NEAR] * 8, [*[OTHER, OTHER, WIDE] * 2, OTHER, OTHER], [NEAR, WIDE] * 4],
 )
-def test_gemmas_layers_are_read_back(fields):
-    of = Composition(ModelConfig(num_layers=8, **fields))
+def test_gemmas_layers_are_read_back(given):
+    of = Composition(Model(d_model=16, vocab_size=48, layers=given))
     drafts, _ = layers.read(layers.write(of, GEMMA3), GEMMA3, 8)
     assert [draft.own.get("window") for draft in drafts] == [a.window for a in of.mixers]
     assert [draft.own["rope"] for draft in drafts] == [a.rope for a in of.mixers]

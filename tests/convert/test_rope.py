@@ -6,9 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar.components.rope import Rope
-from jaxpar.config import ConfigError, ModelConfig
-from jaxpar.config.layout.composition import model_of
+from jaxpar.config import Attention, ConfigError
 from jaxpar.convert.hf.keys.ropes import read_rope, write_rope
 from jaxpar.model import rope
 from jaxpar.model.plain import rope as plain_rope
@@ -20,34 +18,28 @@ GOLDEN = dict(np.load(Path(__file__).parent / "goldens/rope.npz"))
 TOLERANCE, PLAIN_TOLERANCE = 2e-6, 5e-7
 
 
-def model_and_length(name: str) -> tuple[ModelConfig, int]:
+def attention_and_length(name: str) -> tuple[Attention, int]:
     head_dim, parameters, is_long = tiny.ROPES[name]
-    found = read_rope(parameters, {})
-    model = ModelConfig(
-        head_dim=head_dim,
-        rope_theta=found.theta,
-        rope_scaling=found.scaling,
-        rope_fraction=found.fraction,
-    )
-    return model, 10**6 if is_long else 1
+    rope = read_rope(parameters, {}).made("halves")
+    attention = Attention(num_heads=1, num_kv_heads=1, head_dim=head_dim, rope=rope)
+    return attention, 10**6 if is_long else 1
 
 
 @pytest.mark.parametrize("name", tiny.ROPES)
 def test_frequencies_are_those_of_transformers(name):
-    m, length = model_and_length(name)
-    a = model_of(m).layers[0].mixer
+    a, length = attention_and_length(name)
     found = rope.rope_frequencies(a.rope, a.rotary_dims, length)
     assert found.dtype == jnp.float32
-    found = np.append(found, rope.attention_factor(m.rope_scaling))
+    found = np.append(found, rope.attention_factor(a.rope.scaling))
     np.testing.assert_allclose(found, GOLDEN[name], rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", tiny.ROPES)
 def test_the_plain_model_has_the_same(name):
-    m, length = model_and_length(name)
-    half, rope = m.rotary_dims // 2, Rope(theta=m.rope_theta, scaling=m.rope_scaling)
-    found = [plain_rope.frequency(j, half, length, rope) for j in range(half)]
-    found.append(plain_rope.rotary_factor(rope.scaling))
+    a, length = attention_and_length(name)
+    half = a.rotary_dims // 2
+    found = [plain_rope.frequency(j, half, length, a.rope) for j in range(half)]
+    found.append(plain_rope.rotary_factor(a.rope.scaling))
     np.testing.assert_allclose(found, GOLDEN[name], rtol=PLAIN_TOLERANCE)
 
 

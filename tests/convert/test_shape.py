@@ -4,13 +4,14 @@ import json
 
 import pytest
 
-from jaxpar.config import Config, ConfigError, ModelConfig, replace
+from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.command_line import read_config
 from jaxpar.convert.hf.composed import difference
 from jaxpar.convert.hf.config import family_of, model_of
 from jaxpar.convert.shape import model_from
 from jaxpar.model.flops import num_params
 from tests.convert import tiny
+from tests.tiny import TINY
 
 QWEN3, GEMMA2, GPT2 = (tiny.MODELS[name] for name in ("qwen3", "gemma2", "gpt2"))
 
@@ -150,7 +151,7 @@ def write(folder, values) -> str:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_files_are_read(name, tmp_path, capsys):
     values, parameters = PUBLISHED[name]
-    like = ModelConfig(init_std=0.01)
+    like = replace(TINY, **{"model.init_std": 0.01}).model
     model = model_from(write(tmp_path / name, values), values["model_type"], like)
     assert num_params(model) == parameters
     assert model.init_std == 0.01
@@ -162,7 +163,7 @@ def test_published_files_are_read(name, tmp_path, capsys):
 @pytest.mark.parametrize("name", tiny.MODELS)
 def test_every_family(name, tmp_path):
     values = tiny.MODELS[name]
-    found = model_from(write(tmp_path / "m", values), None, ModelConfig())
+    found = model_from(write(tmp_path / "m", values), None, TINY.model)
     wanted = model_of(values, family_of(values))
     assert difference(found, wanted) is None
 

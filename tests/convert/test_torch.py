@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from jaxpar.commands import call
-from jaxpar.config import ConfigError, ModelConfig
+from jaxpar.config import ConfigError, Model, replace
 from jaxpar.config.layout import composition
 from jaxpar.convert import selfcheck, torch_file
 from jaxpar.convert.hf import exporting, importing
@@ -28,6 +28,7 @@ from jaxpar.model.plain import decoder
 from jaxpar.sharding.params import flat
 from tests.convert import composed, tiny
 from tests.slow import slow_but
+from tests.tiny import TINY
 
 WITHOUT_TORCH = importlib.util.find_spec("torch") is None
 
@@ -35,7 +36,7 @@ WITHOUT_TORCH = importlib.util.find_spec("torch") is None
 GOLDEN = Path(__file__).parent / "goldens"
 
 
-def models() -> dict[str, ModelConfig]:
+def models() -> dict[str, Model]:
     """All models of the tests, published and composed."""
     found = {name: model_of(values, family_of(values)) for name, values in tiny.MODELS.items()}
     return found | {f"composed {name}": composed.model_named(name) for name in composed.NAMES}
@@ -78,13 +79,11 @@ def test_the_description_has_every_field_and_weight():
 
 
 def test_a_model_that_no_family_can_write():
-    model = ModelConfig(attention="my.py:attention")
-    with pytest.raises(ConfigError, match=r"fits no published family .*Fix: export it"):
-        exporting.choose(None, model, {})
-    with pytest.raises(ConfigError, match=r"fits no published family .*export it with `to-torch`"):
-        exporting.choose(None, ModelConfig(out_bias=True), {})
-    needs = torch_file.describe(model)["needs"]["my.py:attention"]
-    assert "subclass of torch_model.TorchAttention that defines heads(self, q, k, v, seen)" in needs
+    biased = replace(TINY, **{"model.layers.mixer.out_bias": True}).model
+    said = "fits no published family .*Fix: export it with `to-torch`"
+    for model in (composed.sigmoid(), biased):
+        with pytest.raises(ConfigError, match=said):
+            exporting.choose(None, model, {})
 
 
 def import_tiny(folder: Path, name: str) -> Path:
@@ -125,7 +124,7 @@ def test_names_that_cannot_be_are_refused(tmp_path, monkeypatch):
     assert sorted(tmp_path.iterdir()) == before
 
 
-def plain_logits(m: ModelConfig) -> np.ndarray:
+def plain_logits(m: Model) -> np.ndarray:
     """The logits of a composed model, in JAX: rows of several documents."""
     specs = flat(param_specs(m))
     params = {path: composed.values_of(path, spec) for path, spec in specs.items()}
@@ -172,7 +171,7 @@ def test_composed_models_are_exported(name, tmp_path, capsys):
 
 
 def test_code_that_a_component_needs():
-    needs = torch_file.code_needed(composition.model_of(composed.sigmoid()))
+    needs = torch_file.describe(composed.sigmoid())["needs"]
     assert needs == {
         "sigmoid_attention.py:Sigmoid": "sigmoid_attention.py:Sigmoid needs code in PyTorch: "
         "load(FILE, components={'sigmoid_attention.py:Sigmoid': YOURS}), where YOURS is a subclass "

@@ -1,7 +1,7 @@
 """Layers from the keys of a config.json, and the one value of a key from a model's layers.
 
 An address names a field of a component by its class: "Attention.num_heads", "Experts.expert.d_ff",
-"Layer.norms". A name without a dot is a field of `ModelConfig` that is not of layers.
+"Layer.norms", "Norm.eps". A name without a dot is a field of `ModelConfig` that is of neither.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from jaxpar.components.component import FeedForward, Mixer
 from jaxpar.components.experts import Router
 from jaxpar.components.feed_forward import Glu
 from jaxpar.components.latent_attention import LatentAttention
-from jaxpar.components.model import Layer, Model
+from jaxpar.components.model import Layer, Model, Norm
 from jaxpar.components.recurrent import Recurrent
 from jaxpar.config import ModelConfig
 from jaxpar.config.layers import OURS
@@ -60,6 +60,12 @@ def build(drafts: Sequence[Draft], shared: Mapping[str, Any]) -> tuple[Layer, ..
     Args:     shared: values by address, for all layers with a component of the class.
     """
     return _named([_layer(draft, shared) for draft in drafts])
+
+
+def norm_of(shared: Mapping[str, Any]) -> Norm:
+    """Make the norm of the residual stream."""
+    norm: Norm = _make(Norm, "Norm", shared, {})
+    return norm
 
 
 def _layer(draft: Draft, shared: Mapping[str, Any]) -> Layer:
@@ -110,7 +116,7 @@ def _named(layers: Sequence[Layer]) -> tuple[Layer, ...]:
 def hint_of(address: str) -> tuple[Any, Any]:
     """Return the declared type of a field at an address, and its default or MISSING."""
     first, *path = address.split(".")
-    cls: Any = (OURS | {"Layer": Layer})[first] if path else ModelConfig
+    cls: Any = (OURS | {"Layer": Layer, "Norm": Norm})[first] if path else ModelConfig
     for name in path or [first]:
         hint = _hints(cls)[name]
         default = next(f.default for f in dataclasses.fields(cls) if f.name == name)
@@ -131,7 +137,7 @@ class Composition:
     """The layers of a model, for what writes a config.json."""
 
     def __init__(self, m: ModelConfig):
-        self.m, self.model = m, model_of(m)
+        self.model = model_of(m)
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -154,8 +160,10 @@ class Composition:
         Raises:   CannotSay if they differ.
         """
         if "." not in address:
-            return len(self.layers) if address == "num_layers" else getattr(self.m, address)
+            return len(self.layers) if address == "num_layers" else getattr(self.model, address)
         cls, path = address.split(".", 1)
+        if cls == "Norm":
+            return getattr(self.model.norm, path)
         found: dict[Any, str] = {}
         for layer in dict.fromkeys(self.layers):
             for role, node in _terms(layer):

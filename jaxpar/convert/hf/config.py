@@ -20,6 +20,7 @@ from jaxpar.convert.hf.composed import (
     canonical,
     difference,
     hint_of,
+    norm_of,
 )
 from jaxpar.convert.hf.config_file import CORRECT, Values, refuse
 from jaxpar.convert.hf.families import FAMILIES
@@ -125,7 +126,14 @@ def model_of(values: Values, family: Family) -> ModelConfig:
     if any(draft.feed_forward is Experts for draft in drafts):
         shared |= experts.read(values, family, shared["Experts.expert.d_ff"])
     top = {name: value for name, value in shared.items() if "." not in name}
-    model = ModelConfig(layers=build(drafts, shared), **top)
+    norm = norm_of(shared)
+    model = ModelConfig(
+        layers=build(drafts, shared),
+        norm=norm.kind,
+        norm_eps=norm.eps,
+        norm_offset=norm.offset,
+        **top,
+    )
     if without_router_gradient(model) is not None:
         rule = "gives each token one expert, with a weight of 1: the router could not be trained"
         fix = "use a model with at least 2, or without norm_topk_prob"

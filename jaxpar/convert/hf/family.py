@@ -13,7 +13,7 @@ OF_MODEL = {
     "num_layers": "num_hidden_layers",
     "d_model": "hidden_size",
     "vocab_size": "vocab_size",
-    "norm_eps": "rms_norm_eps",
+    "Norm.eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
 }
 OF_ATTENTION = {

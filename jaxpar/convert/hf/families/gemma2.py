@@ -18,7 +18,7 @@ GEMMA2 = Family(
     instead={"Attention.scale_dim": "Attention.head_dim"},
     fixed={
         "Layer.norms": "around",
-        "norm_offset": True,
+        "Norm.offset": True,
         "embed_scale": True,
         "Glu.activation": "gelu",
     },

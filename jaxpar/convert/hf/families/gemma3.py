@@ -14,7 +14,7 @@ GEMMA3 = Family(
     fixed={
         "Attention.qk_norm": QkNorm(),
         "Layer.norms": "around",
-        "norm_offset": True,
+        "Norm.offset": True,
         "embed_scale": True,
         "Glu.activation": "gelu",
     },

@@ -38,11 +38,11 @@ GPT2 = Family(
         "Mlp.d_ff": "n_inner",
         "vocab_size": "vocab_size",
         "max_positions": "n_positions",
-        "norm_eps": "layer_norm_epsilon",
+        "Norm.eps": "layer_norm_epsilon",
         "tie_embeddings": "tie_word_embeddings",
     },
     fixed={
-        "norm": "layer",
+        "Norm.kind": "layer",
         "Mlp.activation": "gelu",
         "Mlp.bias": True,
         "Attention.bias": True,

@@ -33,12 +33,12 @@ GPT_NEOX = Family(
     | {
         "Attention.num_heads": "num_attention_heads",
         "Mlp.d_ff": "intermediate_size",
-        "norm_eps": "layer_norm_eps",
+        "Norm.eps": "layer_norm_eps",
         "Layer.parallel": "use_parallel_residual",
     }
     | BIASES,
     switches={"Layer.parallel": ("own_norms", "")},
-    fixed={"norm": "layer", "Mlp.activation": "gelu_exact", "Mlp.bias": True},
+    fixed={"Norm.kind": "layer", "Mlp.activation": "gelu_exact", "Mlp.bias": True},
     defaults={"layer_norm_eps": 1e-5, "use_parallel_residual": True, "attention_bias": True},
     required={"hidden_act": "gelu"},
     aliases={"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"},

@@ -55,7 +55,7 @@ KIMI_LINEAR = Family(
         "Experts.router.scale": "routed_scaling_factor",
     },
     instead=WIDTHS,
-    equal={"KimiDeltaAttention.norm_eps": "norm_eps"},
+    equal={"KimiDeltaAttention.norm_eps": "Norm.eps"},
     fixed=SIGMOID,
     at_least=AT_LEAST_ONE_SHARED,
     defaults={

@@ -42,7 +42,7 @@ NEMOTRON_H = Family(
     fields=OF_MODEL
     | OF_ATTENTION
     | {
-        "norm_eps": "layer_norm_epsilon",
+        "Norm.eps": "layer_norm_epsilon",
         "Mlp.d_ff": "intermediate_size",
         "Mamba2.num_heads": "mamba_num_heads",
         "Mamba2.head_dim": "mamba_head_dim",
@@ -59,7 +59,7 @@ NEMOTRON_H = Family(
         "Experts.router.scale": "routed_scaling_factor",
     },
     instead={"Mlp.d_ff": "Experts.expert.d_ff"},
-    equal={"Mamba2.norm_eps": "norm_eps"},
+    equal={"Mamba2.norm_eps": "Norm.eps"},
     fixed=SIGMOID
     | {
         "Mlp.activation": "relu_squared",

@@ -43,11 +43,11 @@ QWEN3_NEXT = Family(
         "Experts.experts_per_token": "num_experts_per_tok",
         "Experts.router.normalize": "norm_topk_prob",
     },
-    equal={"GatedDeltaNet.norm_eps": "norm_eps"},
+    equal={"GatedDeltaNet.norm_eps": "Norm.eps"},
     fixed={
         "Attention.qk_norm": QkNorm(),
         "Attention.gate": True,
-        "norm_offset": True,
+        "Norm.offset": True,
         "Experts.num_shared_experts": 1,
         "Experts.shared_expert_gate": True,
     },

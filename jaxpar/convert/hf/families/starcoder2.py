@@ -19,9 +19,9 @@ STARCODER2 = Family(
     feed_forward=Mlp,
     fields=OF_MODEL
     | OF_ATTENTION
-    | {"Mlp.d_ff": "intermediate_size", "norm_eps": "norm_epsilon"}
+    | {"Mlp.d_ff": "intermediate_size", "Norm.eps": "norm_epsilon"}
     | dict.fromkeys(("Attention.bias", "Attention.out_bias", "Mlp.bias"), "use_bias"),
-    fixed={"norm": "layer", "Mlp.activation": "gelu"},
+    fixed={"Norm.kind": "layer", "Mlp.activation": "gelu"},
     defaults={
         "num_key_value_heads": 2,
         "norm_epsilon": 1e-5,
