@@ -16,8 +16,7 @@ import jax
 import numpy as np
 
 from jaxpar.components.model import Layer, Model
-from jaxpar.config import LoraConfig, ModelConfig
-from jaxpar.config.layout.composition import model_of
+from jaxpar.config import LoraConfig
 from jaxpar.convert.hf.folder import Tensors
 from jaxpar.convert.hf.tensor_layout import Entry, read_box
 from jaxpar.convert.run_arrays import RunArrays
@@ -46,7 +45,7 @@ class CheckFailed(Exception):
 
 
 def check_conversion(
-    m: ModelConfig,
+    m: Model,
     run: Read,
     published: Read,
     folder: Path,
@@ -73,9 +72,9 @@ def check_conversion(
         log(f"not compared with transformers: {left_out}")
 
 
-def random_tokens(m: ModelConfig) -> np.ndarray:
+def random_tokens(m: Model) -> np.ndarray:
     """Make the tokens for the comparison, int32 [1, NUM_TOKENS] or as many as have positions."""
-    shape = (1, min(NUM_TOKENS, model_of(m).max_positions or NUM_TOKENS))
+    shape = (1, min(NUM_TOKENS, m.max_positions or NUM_TOKENS))
     return np.random.default_rng(0).integers(0, m.vocab_size, shape, dtype=np.int32)
 
 
@@ -102,13 +101,13 @@ def compare(
 
 
 def logits(
-    read: Read, m: ModelConfig, tokens: np.ndarray, adapters: LoraConfig | None = None
+    read: Read, m: Model, tokens: np.ndarray, adapters: LoraConfig | None = None
 ) -> np.ndarray:
     """Compute logits float32 [B, T, V] of int32 tokens [B, T], with one layer in memory at a time.
 
     Args:     adapters: adapters that `read` also has, with their factor in the second matrix.
     """
-    model = model_of(m)
+    model = m
     shapes = {path: spec.shape for path, spec in flat(param_specs(m, adapters)).items()}
     whole = lambda path: read(path, tuple(slice(0, n) for n in shapes[path]))  # noqa: E731
 
@@ -148,7 +147,7 @@ def published_reader(entries: list[Entry], tensors: Tensors) -> Read:
     return lambda path, box: read_box(by_path[path], box, tensors.open)
 
 
-def run_reader(arrays: RunArrays, m: ModelConfig, dtype: str) -> Read:
+def run_reader(arrays: RunArrays, m: Model, dtype: str) -> Read:
     """Make a function that reads a run's parameters, rounded to the dtype of the export.
 
     Training writes chunks that span all layers, and a read loads complete chunks. Such parameters
@@ -175,7 +174,7 @@ def run_reader(arrays: RunArrays, m: ModelConfig, dtype: str) -> Read:
 # --------------------------------------------------------------------------------- transformers
 
 
-def why_not_in_torch(m: ModelConfig, *packages: str) -> str | None:
+def why_not_in_torch(m: Model, *packages: str) -> str | None:
     """Return why torch, with some packages, cannot compute the logits here; None if it can."""
     for name in ("torch", *packages):
         if importlib.util.find_spec(name) is None:

@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxpar.config import ConfigError, ModelConfig
-from jaxpar.config.layout.composition import model_of as composition_of
+from jaxpar.config import ConfigError, Model
 from jaxpar.convert.hf.config import (
     FREE_MODEL_FIELDS,
     dtype_of,
@@ -25,7 +24,7 @@ from jaxpar.model.flops import num_params
 from jaxpar.stores import reading
 
 
-def model_from(named: str, family: str | None, like: ModelConfig) -> ModelConfig:
+def model_from(named: str, family: str | None, like: Model) -> Model:
     """Return the model of a published config.json, and print its fields on standard error.
 
     Args:     named: folder, or name on the Hugging Face Hub. family: `model_type` that it must
@@ -51,9 +50,9 @@ def model_from(named: str, family: str | None, like: ModelConfig) -> ModelConfig
     return model
 
 
-def in_words(name: str, family: Family, model: ModelConfig) -> str:
+def in_words(name: str, family: Family, model: Model) -> str:
     """Describe a model's fields that are not the defaults, and its layers, in one line."""
-    of = composition_of(model)
+    of = model
     shown = [f"num_layers {len(of.layers)}"]
     for field in dataclasses.fields(of):
         value = getattr(of, field.name)

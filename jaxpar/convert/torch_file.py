@@ -18,10 +18,9 @@ from jaxpar import checkpoint
 from jaxpar.components.attention import Attention
 from jaxpar.components.component import Term
 from jaxpar.components.model import Layer, Model
-from jaxpar.config import ConfigError, ModelConfig
+from jaxpar.config import ConfigError
 from jaxpar.config.code import with_code
 from jaxpar.config.layers import OURS
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.names import name_of
 from jaxpar.config.packages import require_package
 from jaxpar.config.schema.optimizer import TRAINED, Weights
@@ -108,7 +107,7 @@ def to_torch(
             if written != raw:
                 save(stored, written)
             log(f"wrote {progress.summary(max(s.num_bytes for s in stored.values()))}")
-        if model_of(m).mtp_depth:
+        if m.mtp_depth:
             log("left out multi-token prediction, which only training computes")
         for sentence in described["needs"].values():
             log(sentence)
@@ -137,7 +136,7 @@ def _check(
     read = lambda path, box: parameters[path].read(stored, box)  # noqa: E731
     found = selfcheck.logits(read, m, tokens)
     selfcheck.compare(found, ours, "the written file", tolerance, log)
-    left_out = "components need code" if code_needed(model_of(m)) else selfcheck.why_not_in_torch(m)
+    left_out = "components need code" if code_needed(m) else selfcheck.why_not_in_torch(m)
     if left_out is None:
         selfcheck.compare(torch_logits(file, tokens), ours, "PyTorch", tolerance, log)
     else:
@@ -202,10 +201,10 @@ class Parameter:
         return np.stack(parts) if self.stacked else parts[0]
 
 
-def parameters_of(m: ModelConfig) -> dict[str, Parameter]:
+def parameters_of(m: Model) -> dict[str, Parameter]:
     """Return all parameters by path, but those of multi-token prediction: only training computes
     its modules. Tensors have the declared names, those of layers after the place of the layer."""
-    model, found = model_of(m), {}
+    model, found = m, {}
     for path, spec in flat(param_specs(m)).items():
         stack, _, name = path.partition("/")
         if not name:
@@ -217,7 +216,7 @@ def parameters_of(m: ModelConfig) -> dict[str, Parameter]:
     return found
 
 
-def tensors_of(m: ModelConfig) -> dict[str, Parameter]:
+def tensors_of(m: Model) -> dict[str, Parameter]:
     """Return the parameter of each tensor, layer by layer."""
     found = {name: p for p in parameters_of(m).values() for name in p.names}
     return dict(sorted(found.items(), key=lambda item: exporting.in_order(item[0])))
@@ -226,12 +225,12 @@ def tensors_of(m: ModelConfig) -> dict[str, Parameter]:
 # ---------------------------------------------------------------------------------- the composition
 
 
-def describe(m: ModelConfig) -> dict[str, Any]:
+def describe(m: Model) -> dict[str, Any]:
     """Return a model as JSON: its fields, the shapes of its own weights, the different layers, the
     index of each layer in order, and what code in PyTorch it needs. Unlike
     `config.layers.to_values`, it has every field, and the shapes of weights, so that its reader
     needs no declarations."""
-    model = model_of(m)
+    model = m
     distinct = list(dict.fromkeys(model.layers))
     fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
     return {

@@ -10,7 +10,6 @@ from jaxpar import checkpoint, config
 from jaxpar.checkpoint import loading
 from jaxpar.components.attention import QkNorm
 from jaxpar.config import Config, ConfigError
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.validate import resolve
 from jaxpar.extend import Attention, Experts, Glu, Layer, Rope
 from jaxpar.sharding.mesh import make_mesh
@@ -62,7 +61,7 @@ def setup(tmp_path, devices):
 def of_layers(tree, cfg: Config, rows: int = 0) -> list[dict[str, np.ndarray]]:
     """The arrays of each layer in order, from trees of stacks. Args: rows: the dim of layers."""
     found = []
-    for stack, i in model_of(cfg.model).places:
+    for stack, i in cfg.model.places:
         found.append({n: np.take(a, i, axis=rows) for n, a in flat(tree[stack]).items()})
     return found
 

@@ -5,7 +5,6 @@ import math
 from jaxpar.components.costs import Projection
 from jaxpar.config import Config, replace
 from jaxpar.config.config_file import load_config
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.validate import resolve
 from jaxpar.execution.decisions import on_gpus
 from jaxpar.extend import (
@@ -79,7 +78,7 @@ def test_a_users_components_have_flops():
 
 
 def test_a_users_components_have_matmuls_and_memory():
-    own, model = model_of(OWN.model).layers[0], model_of(OWN.model)
+    own, model = OWN.model.layers[0], OWN.model
     assert own.mixer and own.feed_forward
     assert own.mixer.matmuls(model, 2) == {
         "qkv": [Projection(D, H * K / 2)],
@@ -119,7 +118,7 @@ def test_a_plan_lists_layouts_of_a_users_components():
 def test_empty_slots_of_stages_have_memory():
     """Three layers of five on the first of two stages: both have memory for three."""
     pipeline = {"parallel.data": 1, "parallel.pipeline": 2, "parallel.num_microbatches": 2}
-    layer = model_of(composed().model).layers[0]
+    layer = composed().model.layers[0]
     models = (
         replace(OWN, model=Model(d_model=D, vocab_size=VOCAB, layers=[layer] * n)) for n in (5, 6)
     )

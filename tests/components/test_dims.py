@@ -17,7 +17,6 @@ from jaxpar.components.recurrent import GatedDeltaNet, KimiDeltaAttention, Mamba
 from jaxpar.components.weight import Weight, matrix
 from jaxpar.config import ConfigError, ParallelConfig
 from jaxpar.config.config_file import load_config
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.rules import divisibility
 from tests.step.figures_of import names
 
@@ -79,7 +78,7 @@ def num_weights(layer: Layer, model: Model) -> int:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_small_layers_of_shipped_configs(name):
     """They have the same weights, are smaller, and all meshes divide them."""
-    model = model_of(load_config(name).model)
+    model = load_config(name).model
     model = dataclasses.replace(model, d_model=max(model.d_model, 64))
     small_model = dataclasses.replace(model, d_model=64)
     for layer, small in small_layers(model):
@@ -241,4 +240,4 @@ def test_sizes_of_a_model_divide(sizes, mesh):
     on_mesh = dataclasses.replace(cfg, parallel=ParallelConfig(**({"data": 1} | mesh)))
     with pytest.raises(ConfigError, match=f"{next(iter(sizes))} = .*must be divisible") as error:
         divisibility.divisibility(on_mesh)
-    assert error.value.field.removeprefix("model.") not in broken(model_of(model), on_mesh.parallel)
+    assert error.value.field.removeprefix("model.") not in broken(model, on_mesh.parallel)

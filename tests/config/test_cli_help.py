@@ -64,7 +64,7 @@ def test_help_is_one_page_that_names_the_rest(name, capsys):
 def paths_of(name: str) -> set[str]:
     """The fields that the help of a config lists: those of layers by their addresses."""
     layers = load_config(name).model.layers if name else ()
-    flags = {f"model.{field.name}" for field in dataclasses.fields(config.ModelConfig)}
+    flags = {f"model.{field.name}" for field in dataclasses.fields(config.Model)}
     flags -= {f"model.{field}" for field in BESIDE}
     hidden = {*flags, "model.layers"} if layers else set()
     shown = {path for path in field_types() if ".".join(path.split(".")[:2]) not in hidden}

@@ -60,7 +60,7 @@ CASES = [
     ("quickstart", f"{FORWARD}.activation tanh", []),
     (
         "quickstart",
-        "--model.layers.norms around --model.norm layer",
+        "--model.layers.norms around --model.norm.kind layer",
         ["norms = 'around': must be before with norm = layer"],
     ),
     (
@@ -68,7 +68,11 @@ CASES = [
         "--model.layers.norms after --model.layers.parallel one_norm",
         ["parallel = 'one_norm': needs a norm before the branches"],
     ),
-    ("quickstart", "--model.norm-offset True --model.norm layer", ["norm_offset = True: needs"]),
+    (
+        "quickstart",
+        "--model.norm.offset True --model.norm.kind layer",
+        ["offset = True: needs"],
+    ),
     ("quickstart", "--model.logits-softcap 0.0", ["logits_softcap = 0.0: must be above 0"]),
     (
         "nemotron_h_8b",

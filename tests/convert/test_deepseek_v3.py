@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.config import ComputeConfig, Config, Experts, Glu, Layer, Model, Router
-from jaxpar.config.layout.composition import model_of
 from jaxpar.convert.hf.families import shared
 from jaxpar.convert.hf.names import Names, entries_of
 from jaxpar.convert.hf.tensor_layout import Entry, as_ours, shape_of, tensor_name
@@ -84,10 +83,10 @@ def test_bias_and_groups_change_the_choice():
 def test_the_layer_is_that_of_transformers():
     x, w = layer()
     ex = execution_of(Config(model=MODEL, compute=ComputeConfig(dtype="float32")))
-    (of,) = model_of(MODEL).layers
+    (of,) = MODEL.layers
     context = SimpleNamespace(layer=of, loss_weight=None, rows=None, probes=(), feeds=())
     found = branches(of, MODEL)[-1].function(Received(x, x), w, context, ex).partial
-    of_plain = plain(EXPERTS, x, w, None, None, model_of(MODEL))
+    of_plain = plain(EXPERTS, x, w, None, None, MODEL)
     largest = np.abs(GOLDEN["out"]).max()
     for out in (found, of_plain):
         assert np.abs(np.asarray(out[0]) - GOLDEN["out"]).max() <= TOLERANCE * largest

@@ -20,7 +20,6 @@ from jaxpar.config import (
     Model,
     Router,
 )
-from jaxpar.config.layout.composition import model_of
 from jaxpar.execution.decisions import execution_of
 from jaxpar.model.layer import branches
 from jaxpar.model.moe import router
@@ -91,7 +90,7 @@ def test_a_part_of_gate_and_up_is_beyond_the_limit():
 
 def as_trained(w: dict, x: jax.Array) -> jax.Array:
     """The layer of the trained model, on a mesh of one device."""
-    (layer,), ex = model_of(MODEL).layers, execution_of(CONFIG)
+    (layer,), ex = MODEL.layers, execution_of(CONFIG)
     empty = {"loss_weight": None, "rows": None, "probes": (), "feeds": ()}
     context = SimpleNamespace(layer=layer, **empty)
     *_, branch = branches(layer, MODEL)
@@ -104,7 +103,7 @@ def as_trained(w: dict, x: jax.Array) -> jax.Array:
 
 
 def as_plain(w: dict, x: jax.Array) -> jax.Array:
-    return plain(EXPERTS, x, w, None, None, model_of(MODEL))
+    return plain(EXPERTS, x, w, None, None, MODEL)
 
 
 LAYERS = {"trained": as_trained, "plain": as_plain}

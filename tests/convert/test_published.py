@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar.config import ConfigError, ModelConfig
+from jaxpar.config import ConfigError, Model
 from jaxpar.convert.hf.composed import difference
 from jaxpar.convert.hf.config import config_json, family_of, model_of
 from jaxpar.convert.hf.config_file import Values, read_config_json
@@ -32,7 +32,7 @@ FOLDERS = [name + saved for name in NAMES for saved in ("", "/saved")]
 BUFFERS = ("router_bias", "layer_scale")
 
 
-def num_parameters(m: ModelConfig) -> int:
+def num_parameters(m: Model) -> int:
     """As transformers counts them: without modules for multi-token prediction."""
     specs = flat(param_specs(dataclasses.replace(m, mtp_depth=0)))
     return sum(math.prod(s.shape) for path, s in specs.items() if not path.endswith(BUFFERS))
@@ -117,7 +117,7 @@ def test_a_model_with_images_is_named_as_one():
 # ------------------------------------------------------------------- two forms of one setting
 
 
-def read(values: Values) -> ModelConfig | ConfigError:
+def read(values: Values) -> Model | ConfigError:
     try:
         return model_of(values, family_of(values))
     except ConfigError as error:

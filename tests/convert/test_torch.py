@@ -44,7 +44,7 @@ def models() -> dict[str, Model]:
 
 def test_tensors_have_the_declared_names():
     for name, m in models().items():
-        model, tensors = composition.model_of(m), torch_file.tensors_of(m)
+        model, tensors = m, torch_file.tensors_of(m)
         wanted = {
             f"layers.{i}.{weight}": declared.shape
             for i, layer in enumerate(model.layers)
@@ -58,7 +58,7 @@ def test_tensors_have_the_declared_names():
 
 def test_the_description_has_every_field_and_weight():
     for name, m in models().items():
-        model, tensors = composition.model_of(m), torch_file.tensors_of(m)
+        model, tensors = m, torch_file.tensors_of(m)
         about = json.loads(json.dumps(torch_file.describe(m)))
         of_layers = [about["distinct"][i] for i in about["order"]]
         shapes = {n: shape for n, shape in about["weights"].items()}
@@ -156,9 +156,9 @@ def test_composed_models_are_exported(name, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "compared with the written file: largest difference" in said
     m = composed.model_named(name)
-    assert all(sentence in said for sentence in torch_file.code_needed(composition.model_of(m)))
+    assert all(sentence in said for sentence in torch_file.code_needed(m))
     assert json.loads(file.with_suffix(".json").read_text()) == torch_file.describe(standard(m))
-    tensors, places = load_file(file), composition.model_of(m).places
+    tensors, places = load_file(file), m.places
     specs = flat(param_specs(m))
     wanted = {path: composed.values_of(path, spec) for path, spec in specs.items()}
     for tensor, values in tensors.items():

@@ -91,7 +91,7 @@ MODELS = {
         "model.*.mixer.scale_dim": 6,
         "model.*.feed_forward.activation": "gelu",
         "model.*.norms": "around",
-        "model.norm_offset": True,
+        "model.norm.offset": True,
         "model.embed_scale": True,
         "model.tie_embeddings": True,
     },

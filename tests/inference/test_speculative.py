@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from jaxpar.config import Attention, LatentAttention, Layer, QkNorm, Router, replace
-from jaxpar.config.layout.composition import layer_of_modules, model_of
 from jaxpar.config.validate import resolve
 from jaxpar.inference import generation, speculative
 from jaxpar.inference.options import Sampling
@@ -79,9 +78,9 @@ def model(name: str, tensor: int = 1):
     mesh = make_mesh(cfg.parallel, jax.devices()[:tensor])
     params = jax.tree.map(np.asarray, init_state(cfg, mesh).params)
     shardings = jax.tree.map(lambda a: a.sharding, init_state(cfg, mesh).params)
-    layers = [*model_of(cfg.model).layers, layer_of_modules(cfg.model)]
+    layers = [*cfg.model.layers, cfg.model.module_layer]
     for stack, layer in {layer.name: layer for layer in layers}.items():
-        weights = layer.weights(model_of(cfg.model)).items()
+        weights = layer.weights(cfg.model).items()
         for matrix in (name for name, weight in weights if weight.to_stream):
             params[stack][matrix] = params[stack][matrix] * 0.15
     join = 0.05 * params["mtp"]["w_join"]

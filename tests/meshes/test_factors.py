@@ -32,7 +32,7 @@ LOCAL = dataclasses.replace(WIDE, name="layers", mixer=dataclasses.replace(CAPPE
 GEMMA2 = {
     "model.layers": [LOCAL, WIDE],
     "model.logits_softcap": 0.7,
-    "model.norm_offset": True,
+    "model.norm.offset": True,
     "model.embed_scale": True,
     "model.tie_embeddings": True,
     "parallel.layer_loop": "unroll",

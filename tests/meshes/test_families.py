@@ -12,7 +12,6 @@ from jaxpar.components.experts import experts_in
 from jaxpar.components.model import Layer
 from jaxpar.components.recurrent import Recurrent
 from jaxpar.config import Config, replace
-from jaxpar.config.layout.composition import model_of as composed_of
 from jaxpar.config.lists.lora_targets import targets_of
 from jaxpar.config.validate import resolve
 from jaxpar.convert.hf.config import family_of, model_of
@@ -46,7 +45,7 @@ EXPERTS = (
 def kind_of(values: dict) -> tuple[str, bool]:
     """The family of a model, and whether it has experts."""
     family = family_of(values)
-    return family.model_type, bool(experts_in(composed_of(model_of(values, family))))
+    return family.model_type, bool(experts_in(model_of(values, family)))
 
 
 #: One model of each kind; the other models differ in what other tests compare.
@@ -62,7 +61,7 @@ def config_of(name: str) -> Config:
         layers = [*layers[: period(layers)]] * 2
     fields: dict = {"compute.dtype": "float32", "compute.attention_backend": "reference"}
     fields |= {"model.init_std": 0.2, "parallel.layer_loop": "unroll"}
-    if experts_in(composed_of(m)):
+    if experts_in(m):
         fields["train.balance_loss"] = 1e-2
     return replace(TINY, model=m.with_layers(layers), **fields)
 
@@ -98,7 +97,7 @@ def changed(mixer: Any) -> Any:
 
 
 def meshes_of(name: str) -> tuple[str, ...]:
-    return EXPERTS if experts_in(composed_of(config_of(name).model)) else DENSE
+    return EXPERTS if experts_in(config_of(name).model) else DENSE
 
 
 @functools.cache
@@ -128,7 +127,7 @@ def test_gradients(name, mesh, devices):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ADAPTED)
 def test_gradients_of_adapters(name, devices):
-    targets = targets_of(composed_of(config_of(name).model))
+    targets = targets_of(config_of(name).model)
     cfg = replace(config_of(name), **{"lora.rank": 2, "lora.targets": ",".join(targets)})
     compare(replace(cfg, **{"train.balance_loss": 0.0}), meshes_of(name)[0], devices)
 

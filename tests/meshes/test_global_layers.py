@@ -45,7 +45,7 @@ CASES = [
     slow("data=2,tensor=2,row_groups=2,layer_loop=unroll", ALIKE),
     slow("pipeline=2,num_microbatches=2,tensor=2,layer_loop=scan", DEEPER),
     slow("pipeline=2,num_microbatches=4,data=2,zero=2,layer_loop=unroll", DEEPER | ALIKE),
-    slow("data=2,remat=full,layer_loop=unroll", {"model.norm_offset": True} | DEEPER),
+    slow("data=2,remat=full,layer_loop=unroll", {"model.norm.offset": True} | DEEPER),
     slow("expert=2,tensor=2", {"model.*.feed_forward": EXPERTS, "train.balance_loss": 1e-2}),
     slow("data=2,tensor=2", {"lora.rank": 2, "lora.targets": "q_proj,k_proj,v_proj,down_proj"}),
     # A number of each layer, and norms of values, where all layers are alike.

@@ -31,7 +31,7 @@ TOLERANCE = 1e-5
 FEED_FORWARD, ROPE = "model.layers.feed_forward", "model.layers.mixer.rope"
 
 BIASES = {"model.layers.mixer.bias": True, "model.layers.mixer.out_bias": True}
-LAYER_NORM = {"model.norm": "layer"}
+LAYER_NORM = {"model.norm.kind": "layer"}
 GPT3 = BIASES | LAYER_NORM | {FEED_FORWARD: Mlp(24, "gelu", bias=True), ROPE: None}
 GPT3 |= {"model.max_positions": 32}
 #: RMSNorm and a gate, in parallel; the norm's scale is deferred.
@@ -105,7 +105,7 @@ def test_gradients(mesh, values, devices):
         ),
         (RELU | {"lora.rank": 2}, r"lora\.targets = .*: must be names from .*up_proj"),
         (LAYER_NORM | {"model.layers.norms": "around"}, r"norms = 'around': must be before with"),
-        (LAYER_NORM | {"model.norm_offset": True}, r"norm_offset = True: needs .* rms"),
+        (LAYER_NORM | {"model.norm.offset": True}, r"norm_offset = True: needs .* rms"),
         (ONE_NORM | {"model.layers.norms": "after"}, r"'one_norm': needs a norm before the branch"),
         (
             PARALLEL_LLAMA | {"parallel.row_groups": 2},

@@ -34,7 +34,7 @@ def two_kinds(feed_forward: Glu = GLU, norms: Any = "before", **attention) -> di
 TWO_KINDS = two_kinds()
 GELU = Glu(24, "gelu")
 GEMMA = two_kinds(GELU, "around", scale_dim=6, qk_norm=QkNorm()) | {
-    "model.norm_offset": True,
+    "model.norm.offset": True,
     "model.embed_scale": True,
     "model.tie_embeddings": True,
 }

@@ -9,7 +9,6 @@ import pytest
 
 from jaxpar.components.experts import experts_in
 from jaxpar.config import Config, Glu, Layer, replace
-from jaxpar.config.layout.composition import model_of
 from jaxpar.model.parameters import specs_of
 from jaxpar.model.plain import decoder
 from jaxpar.step.features import layer_metrics, own_probes
@@ -78,7 +77,7 @@ def plain(cfg: Config) -> dict[str, Any]:
     change = {name: trace.params[name] - a for name, a in old.items()}
     found["layer_grad_norm"] = np.sqrt(of_layers(trace.gradients, cfg))
     found["layer_update"] = np.sqrt(of_layers(change, cfg) / of_layers(old, cfg))
-    if experts_in(model_of(cfg.model)):
+    if experts_in(cfg.model):
         rows = np.asarray(decoder.loads(params, batch, cfg))
         fullest = np.full(len(cfg.model.layers), np.nan)
         fullest[-len(rows) :] = rows.max(axis=1) / rows.mean(axis=1)

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from jaxpar.config import Config, ConfigError, Experts, Glu, Router, replace
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.lists.lora_targets import adapted, targets_of
 from jaxpar.config.validate import check, resolve
 from jaxpar.model import lora
@@ -347,7 +346,7 @@ def test_bad_adapters_are_refused(fields, message):
 
 def test_every_target_is_a_parameter():
     specs = flat(param_specs(BASE.model, BASE.lora))
-    model = model_of(BASE.model)
+    model = BASE.model
     assert list(targets_of(model)) == BASE.lora.targets.split(",")
     for target in targets_of(model):
         (name,) = adapted(model.layers[0], model, [target])

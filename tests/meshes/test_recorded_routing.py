@@ -11,7 +11,6 @@ import pytest
 
 from jaxpar.components.experts import experts_in
 from jaxpar.config import Config, Experts, Glu, Layer, replace
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.validate import resolve
 from jaxpar.monitoring.routing import in_text_order
 from jaxpar.parallel.context import token_order
@@ -94,7 +93,7 @@ def alone(cfg: Config) -> Step:
 
 
 def routed_in(cfg: Config) -> tuple[Experts, ...]:
-    return experts_in(model_of(cfg.model))
+    return experts_in(cfg.model)
 
 
 def other_routing(cfg: Config) -> np.ndarray:

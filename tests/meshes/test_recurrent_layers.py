@@ -34,7 +34,7 @@ EPS = 1e-2
 
 
 def composed(*layers: Layer, **more: Any) -> Config:
-    unrolled = {"model.norm_eps": EPS, "parallel.layer_loop": "unroll"}
+    unrolled = {"model.norm.eps": EPS, "parallel.layer_loop": "unroll"}
     return replace(TINY, **{"model.layers": layers} | unrolled | more)
 
 
@@ -53,7 +53,7 @@ QWEN3_NEXT = replace(
             ATTENTION, gate=True, qk_norm=QkNorm(), rope=Rope(fraction=0.5)
         ),
         "model.*.feed_forward": dataclasses.replace(SHARED, shared_expert_gate=True),
-        "model.norm_offset": True,
+        "model.norm.offset": True,
     },
 )
 

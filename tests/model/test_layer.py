@@ -4,7 +4,6 @@ import jax
 import pytest
 
 from jaxpar.config import Config, QkNorm, replace
-from jaxpar.config.layout.composition import model_of
 from jaxpar.execution.decisions import execution_of
 from jaxpar.model import fused_weights, layer, parameters
 from jaxpar.sharding.initial_values import initialize
@@ -48,7 +47,7 @@ def weights_of_a_layer(cfg: Config) -> dict:
 def test_every_weight_belongs_to_one_branch(fields):
     cfg = replace(Config(), **SMALL | fields)
     w = weights_of_a_layer(cfg)
-    found = layer.branches_with_weights(w, model_of(cfg.model).layers[0], cfg.model)
+    found = layer.branches_with_weights(w, cfg.model.layers[0], cfg.model)
     names = [name for _, *parts in found for own in parts for name in own]
     assert sorted(names) == sorted(w)
 
@@ -57,5 +56,5 @@ def test_a_weight_that_no_branch_names_is_an_error():
     cfg = replace(Config(), **SMALL)
     w = weights_of_a_layer(cfg)
     with pytest.raises(ValueError, match=r"no component of layer layers declares \['slopes'\]"):
-        of = model_of(cfg.model).layers[0]
+        of = cfg.model.layers[0]
         layer.branches_with_weights(w | {"slopes": w["wo"]}, of, cfg.model)

@@ -13,7 +13,6 @@ import pytest
 from jaxpar.components.axes import RULES
 from jaxpar.config import Config, ConfigError, Glu, replace
 from jaxpar.config.config_file import load_config
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.moment_blocks import split_sizes
 from jaxpar.config.validate import resolve
 from jaxpar.model.parameters import specs_of
@@ -147,7 +146,7 @@ CONFIGS = ["llama_1b", "llama3_8b", "qwen3_30b_a3b", "deepseek_v3", "llama4_scou
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_mesh_can_split_only_blocks_that_the_rule_checks(name):
     cfg = load_config(name)
-    checked = {(size, axes) for _, size, axes in split_sizes(model_of(cfg.model), cfg.parallel)}
+    checked = {(size, axes) for _, size, axes in split_sizes(cfg.model, cfg.parallel)}
     elements, divided = 0, 0
     for spec in flat(specs_of(cfg)).values():
         elements += math.prod(spec.shape)

@@ -9,7 +9,6 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxpar.config import Config, ParallelConfig, replace
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.validate import resolve
 from jaxpar.execution.decisions import execution_of
 from jaxpar.kernels.platform import Platform
@@ -107,7 +106,7 @@ def shapes_in_a_layer(devices, tensor: int, **fields) -> set[tuple[int, ...]]:
     def run(x, w):
         ints = jnp.zeros((B, T), jnp.int32)
         contexts = attention_context.attention_context(Batch(ints, ints, ints, ints), cfg, None)
-        of = model_of(cfg.model).layers[0]
+        of = cfg.model.layers[0]
         context = attention_context.context_of_layer(contexts, of)
         one = functools.partial(layer.layer, context=context, ex=execution_of(cfg))
         y, vjp = jax.vjp(one, x, w)

@@ -7,7 +7,6 @@ import pytest
 
 from jaxpar.config import Config, replace
 from jaxpar.config.command_line import load_config
-from jaxpar.config.layout.composition import model_of
 from jaxpar.planning.predict import rates
 from jaxpar.planning.predict.communication import Cluster, traffic_of
 from jaxpar.planning.predict.hardware import GPUS, NETWORKS
@@ -129,5 +128,5 @@ def test_saved_values_are_those_of_the_page():
     expected = value_of(share, letters) * whole + value_of(outputs, letters)
     assert expected == pytest.approx(saved_bytes(every, shard))
     two, one = (replace(staged, **{"parallel.tensor": n}) for n in (2, 1))
-    layer = model_of(staged.model).layers[0]
+    layer = staged.model.layers[0]
     assert bytes_of_names(two, layer)["qkv"] * 2 == bytes_of_names(one, layer)["qkv"]

@@ -12,7 +12,6 @@ from jaxpar.components.experts import Experts, experts_in
 from jaxpar.components.feed_forward import Glu
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.command_line import load_config, read_config
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.layer_split import layers_per_chunk
 from jaxpar.config.validate import resolve
 from jaxpar.extend import swap
@@ -49,7 +48,7 @@ SMALL = replace(
 
 def experts_of(cfg: Config) -> Experts:
     """The experts of a model's first layer that has some."""
-    return experts_in(model_of(cfg.model))[0]
+    return experts_in(cfg.model)[0]
 
 
 def cluster(n: int, gpu=H200) -> Cluster:

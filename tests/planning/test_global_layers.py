@@ -4,7 +4,6 @@ import pytest
 
 from jaxpar.config import replace
 from jaxpar.config.command_line import load_config
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.validate import resolve
 from jaxpar.model import decode, flops
 from jaxpar.model.attention_context import attention_layers, heads_of
@@ -55,7 +54,7 @@ def test_the_planner_knows_both_shapes():
     cfg = resolve(replace(load_config("gemma_4/31b"), **{"parallel.data": 8}), 8)
     shares = {kind.layer.name: kind.share for kind in layer_kinds(cfg)}
     assert shares == {"layers": 5 / 6, "global_layers": 1 / 6}
-    model = model_of(cfg.model)
+    model = cfg.model
     local, of_global = (kind.layer.mixer for kind in layer_kinds(cfg))
     assert local.widths(model, 1).key == 16 * 256
     assert of_global.widths(model, 1).key == 4 * 512

@@ -8,7 +8,6 @@ from jaxpar.components.costs import Projection
 from jaxpar.components.recurrent import GatedDeltaNet, Recurrent
 from jaxpar.config import Config, replace
 from jaxpar.config.command_line import load_config
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.validate import resolve
 from jaxpar.kernels.platform import Platform
 from jaxpar.model import flops
@@ -23,7 +22,7 @@ ONE = {"parallel.data": 1}
 
 def recurrent(cfg: Config) -> Recurrent:
     """The first recurrent mixer of a model."""
-    mixers = (layer.mixer for layer in model_of(cfg.model).layers)
+    mixers = (layer.mixer for layer in cfg.model.layers)
     return next(mixer for mixer in mixers if isinstance(mixer, Recurrent))
 
 
@@ -85,7 +84,7 @@ def test_latents_of_attention_are_not_those_of_other_layers():
     cfg = resolve(replace(KIMI_LINEAR, **ONE), 1)
     m, D = cfg.model, cfg.model.d_model
     layers = (kind.layer for kind in layer_kinds(cfg))
-    matmuls = {one.name: one.mixer.matmuls(model_of(m), 1) for one in layers if one.mixer}
+    matmuls = {one.name: one.mixer.matmuls(m, 1) for one in layers if one.mixer}
     mixer = recurrent(cfg)
     heads, latent = mixer.num_heads, mixer.value_head_dim
     columns = heads * (2 * mixer.key_head_dim + latent + 1) + 2 * latent

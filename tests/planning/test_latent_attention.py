@@ -8,7 +8,6 @@ from jaxpar.components.experts import experts_in
 from jaxpar.components.latent_attention import LatentAttention
 from jaxpar.components.model import Model
 from jaxpar.config import command_line, replace
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.validate import resolve
 from jaxpar.model import flops
 from jaxpar.planning.predict.compute import head_seconds, layer_seconds
@@ -21,7 +20,7 @@ NAMES = ("deepseek_v2_lite", "deepseek_v3")
 
 def attention_of(m: Model) -> tuple[LatentAttention, Model]:
     """The mixer of a model's layers, and the model."""
-    model = model_of(m)
+    model = m
     (mixer,) = {layer.mixer for layer in model.layers}
     return mixer, model
 
@@ -37,7 +36,7 @@ def config(name: str, **fields):
 def test_every_parameter_is_in_a_layer_or_a_table(name):
     cfg = config(name, **{"model.mtp_depth": 1})
     m, shard = cfg.model, shard_of(cfg)
-    mixer, of_experts = attention_of(m)[0], experts_in(model_of(m))
+    mixer, of_experts = attention_of(m)[0], experts_in(m)
     assert shard.stack.everything + 2 * shard.table + m.d_model == flops.num_params(m)
     gains = shard.stack.everything - shard.stack.matrices
     latents = mixer.kv_lora_rank + (mixer.q_lora_rank or 0)
@@ -88,7 +87,7 @@ def test_a_module_costs_a_layer_and_a_head():
     assert memory_of(cfg).total > memory_of(plain).total
     m, more = plain.model, cfg.model
     added = flops.num_matmul_params(more) - flops.num_matmul_params(m)
-    one = experts_in(model_of(m))[0]
+    one = experts_in(m)[0]
     unused = (one.num_experts - one.experts_per_token) * 3 * m.d_model * one.expert.d_ff
     own = flops.num_params(more) - flops.num_params(m)
     assert added == own - unused + m.vocab_size * m.d_model

@@ -8,7 +8,6 @@ import pytest
 
 from jaxpar.config import Config, Experts, Glu, Router, replace
 from jaxpar.config.command_line import load_config
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.remat_policies import REMAT_NAMES
 from jaxpar.config.validate import resolve
 from jaxpar.planning.predict.communication import Cluster
@@ -115,7 +114,7 @@ def test_saved_values_of_8b_are_those_of_the_docs():
         assert saved_per_token(cfg) == expected + 8  # and the scales of two norms
     float8 = {"parallel.remat": "none", "compute.matmul_dtype": "float8"}
     assert saved_per_token(resolve(replace(base, **float8), 8)) == page["none"] - 18_432 + 8
-    assert set(bytes_of_names(base, model_of(base.model).layers[0])) == {
+    assert set(bytes_of_names(base, base.model.layers[0])) == {
         *REMAT_NAMES,
         "layer_input",
     }

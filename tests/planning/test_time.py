@@ -6,7 +6,6 @@ import pytest
 
 from jaxpar.config import ConfigError, replace
 from jaxpar.config.command_line import load_config, read_config
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.layout.layer_split import layers_per_chunk
 from jaxpar.config.validate import resolve
 from jaxpar.planning.predict.communication import Cluster, ring_bandwidth, span, traffic_of
@@ -204,7 +203,7 @@ def test_groups_know_how_many_of_them_share_a_host():
 
 def test_remat_repeats_what_it_does_not_save():
     cfg = on(8)
-    layer = model_of(cfg.model).layers[0]
+    layer = cfg.model.layers[0]
     assert repeats(cfg, layer, "none") == set()
     assert repeats(cfg, layer, "dots") == {"elementwise"}
     assert repeats(cfg, layer, "attn_out") == {"qkv", "wo", "gate_up", "elementwise"}
@@ -217,7 +216,7 @@ def test_remat_repeats_what_it_does_not_save():
 
 def test_a_window_is_attended_to_in_part():
     whole, local = (
-        model_of(replace(on(8), **{"model.layers.mixer.window": n}).model).layers[0].mixer
+        replace(on(8), **{"model.layers.mixer.window": n}).model.layers[0].mixer
         for n in (None, 1024)
     )
     assert whole.num_pairs(8192) == 8192**2 / 2

@@ -15,7 +15,6 @@ import jax
 from jaxpar.components.costs import NO_WIDTHS
 from jaxpar.config import Config, ConfigError, ParallelConfig, replace
 from jaxpar.config.config_file import CONFIGS, load_config
-from jaxpar.config.layout.composition import layer_of_modules, model_of
 from jaxpar.config.serialize import to_json
 from jaxpar.config.validate import resolve
 from jaxpar.execution.decisions import execution_of
@@ -141,8 +140,8 @@ def _fused(tree: Any, cfg: Config) -> Entries:
 
 def _rounded(cfg: Config) -> set[str]:
     """The matrices that `compute.matmul_dtype` applies to, of all layers."""
-    model, m = model_of(cfg.model), cfg.model
-    layers = [*model.layers, *[layer_of_modules(m)] * (m.mtp_depth > 0)]
+    model, m = cfg.model, cfg.model
+    layers = [*model.layers, *[m.module_layer] * (m.mtp_depth > 0)]
     of_each = (fused_weights.matrices_of(layer, model).items() for layer in layers)
     return {name for matrices in of_each for name, w in matrices if w.float8}
 
@@ -199,7 +198,7 @@ def plan(cfg: Config) -> Entries:
     found |= {f"sent, {axis}": short(one.sent) for axis, one in traffic.items()}
     shares: dict[str, float] = {}
     for kind in layer_kinds(made.cfg):
-        model, layer = model_of(made.cfg.model), kind.layer
+        model, layer = made.cfg.model, kind.layer
         mixer, alone = layer.mixer, replace(made.cfg, **{"parallel.tensor": 1})
         saved = bytes_of_names(alone, layer)
         parts = {

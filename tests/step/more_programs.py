@@ -137,7 +137,7 @@ GPT_OSS = {
 }
 _BIASED = _with(ATTENTION, rope=None, bias=True, out_bias=True)
 GPT_3 = {
-    "model.norm": "layer",
+    "model.norm.kind": "layer",
     "model.max_positions": 64,
     "model.layers": [Layer("layers", _BIASED, Mlp(128, activation="gelu", bias=True))] * 2,
 }
@@ -147,7 +147,7 @@ _GPT_J = Layer(
     Mlp(128, activation="gelu_exact", bias=True),
     parallel="one_norm",
 )
-GPT_J = {"model.norm": "layer", "model.layers": [_GPT_J] * 2}
+GPT_J = {"model.norm.kind": "layer", "model.layers": [_GPT_J] * 2}
 GRANITE = {
     "model.embedding_multiplier": 12.0,
     "model.residual_multiplier": 0.2,

@@ -42,7 +42,7 @@ GEMMA = (
     | {
         "model.layers.norms": "around",
         "model.layers.mixer.scale_dim": 32,
-        "model.norm_offset": True,
+        "model.norm.offset": True,
         "model.embed_scale": True,
         "model.tie_embeddings": True,
     }

@@ -301,7 +301,7 @@ def test_every_config_shrinks_to_fit_the_default_meshes(name):
         if any(isinstance(layer.mixer, Recurrent) for layer in cfg.model.layers)
         else 0.0
     )
-    assert small.model.norm_eps == max(cfg.model.norm_eps, least)
+    assert small.model.norm.eps == max(cfg.model.norm.eps, least)
 
 
 def test_a_composed_model_shrinks_by_its_components():

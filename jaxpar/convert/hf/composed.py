@@ -1,7 +1,7 @@
 """Layers from the keys of a config.json, and the one value of a key from a model's layers.
 
 An address names a field of a component by its class: "Attention.num_heads", "Experts.expert.d_ff",
-"Layer.norms", "Norm.eps". A name without a dot is a field of `ModelConfig` that is of neither.
+"Layer.norms", "Norm.eps". A name without a dot is a field of `Model` that is of neither.
 """
 
 import dataclasses
@@ -18,9 +18,7 @@ from jaxpar.components.feed_forward import Glu
 from jaxpar.components.latent_attention import LatentAttention
 from jaxpar.components.model import Layer, Model, Norm
 from jaxpar.components.recurrent import Recurrent
-from jaxpar.config import ModelConfig
 from jaxpar.config.layers import OURS
-from jaxpar.config.layout.composition import model_of
 
 type Fields = dict[str, Any]
 
@@ -116,7 +114,7 @@ def _named(layers: Sequence[Layer]) -> tuple[Layer, ...]:
 def hint_of(address: str) -> tuple[Any, Any]:
     """Return the declared type of a field at an address, and its default or MISSING."""
     first, *path = address.split(".")
-    cls: Any = (OURS | {"Layer": Layer, "Norm": Norm})[first] if path else ModelConfig
+    cls: Any = (OURS | {"Layer": Layer, "Norm": Norm})[first] if path else Model
     for name in path or [first]:
         hint = _hints(cls)[name]
         default = next(f.default for f in dataclasses.fields(cls) if f.name == name)
@@ -136,8 +134,8 @@ def _hints(cls: type) -> dict[str, Any]:
 class Composition:
     """The layers of a model, for what writes a config.json."""
 
-    def __init__(self, m: ModelConfig):
-        self.model = model_of(m)
+    def __init__(self, m: Model):
+        self.model = m
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -193,7 +191,7 @@ def _terms(layer: Layer) -> Iterator[tuple[str, Any]]:
     yield "feed_forward.", layer.feed_forward
 
 
-def canonical(m: ModelConfig) -> Model:
+def canonical(m: Model) -> Model:
     """Return what a config.json says of a model: without names of layers, and what only training
     or the computation reads."""
 
@@ -204,7 +202,7 @@ def canonical(m: ModelConfig) -> Model:
             return dataclasses.replace(mixer, scale_dim=None)
         return mixer
 
-    model = model_of(m)
+    model = m
     layers = (dataclasses.replace(x, name="", mixer=of_mixer(x.mixer)) for x in model.layers)
     return dataclasses.replace(model, layers=tuple(layers), init_std=Model.init_std)
 
@@ -221,7 +219,7 @@ class Difference(NamedTuple):
         return f"{self.path} = {self.value}, but its models have {self.other}"
 
 
-def differences(m: ModelConfig, other: ModelConfig) -> Iterator[Difference]:
+def differences(m: Model, other: Model) -> Iterator[Difference]:
     """Yield where a model differs from another, whatever their layers' names are."""
     one, two = canonical(m), canonical(other)
     bare = [dataclasses.replace(x, layers=()) for x in (one, two)]
@@ -232,12 +230,12 @@ def differences(m: ModelConfig, other: ModelConfig) -> Iterator[Difference]:
     if len(one.layers) != len(two.layers):
         yield Difference("model.num_layers", len(one.layers), len(two.layers))
         return
-    names = [layer.name for layer in model_of(m).layers]
+    names = [layer.name for layer in m.layers]
     for name, a, b in dict.fromkeys(zip(names, one.layers, two.layers, strict=True)):
         yield from _between(a, b, f"model.{name}")
 
 
-def difference(m: ModelConfig, other: ModelConfig) -> Difference | None:
+def difference(m: Model, other: Model) -> Difference | None:
     """Return where a model differs first from another; None if nowhere."""
     return next(differences(m, other), None)
 

@@ -1,4 +1,4 @@
-"""Converts the config.json of a published model to a composed `ModelConfig`, and back.
+"""Converts the config.json of a published model to a composed `Model`, and back.
 
 A key that makes the model compute something jaxpar does not support is refused by name. Keys that
 do not affect the function (token ids, dropout, initial values) are accepted, and kept for export.
@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from jaxpar.components.component import FeedForward
 from jaxpar.components.experts import Experts, experts_in
-from jaxpar.config import ConfigError, ModelConfig
-from jaxpar.config.layout import composition
+from jaxpar.config import ConfigError, Model, Norm
 from jaxpar.config.rules.experts import without_router_gradient
 from jaxpar.convert.hf.composed import (
     ABSENT,
@@ -90,8 +89,8 @@ def named_family(model_type: str, option: str = "--family") -> Family:
 # ------------------------------------------------------------------------------------ reading
 
 
-def model_of(values: Values, family: Family) -> ModelConfig:
-    """Convert a config.json to a ModelConfig.
+def model_of(values: Values, family: Family) -> Model:
+    """Convert a config.json to a Model.
 
     Raises:   ConfigError that names the key that is missing or unsupported.
     """
@@ -127,11 +126,9 @@ def model_of(values: Values, family: Family) -> ModelConfig:
         shared |= experts.read(values, family, shared["Experts.expert.d_ff"])
     top = {name: value for name, value in shared.items() if "." not in name}
     norm = norm_of(shared)
-    model = ModelConfig(
+    model = Model(
         layers=build(drafts, shared),
-        norm=norm.kind,
-        norm_eps=norm.eps,
-        norm_offset=norm.offset,
+        norm=Norm(kind=norm.kind, eps=norm.eps, offset=norm.offset),
         **top,
     )
     if without_router_gradient(model) is not None:
@@ -239,7 +236,7 @@ def dtype_of(values: Values) -> str:
 # ------------------------------------------------------------------------------------ writing
 
 
-def why_not(family: Family, m: ModelConfig) -> str | None:
+def why_not(family: Family, m: Model) -> str | None:
     """Return why a family cannot express a model, naming the field; None if it can.
 
     It can if reading what is written gives the model back.
@@ -268,12 +265,12 @@ def why_not(family: Family, m: ModelConfig) -> str | None:
     return f"no tensor for {', '.join(missing)}" if missing else None
 
 
-def choose_family(m: ModelConfig) -> Family:
+def choose_family(m: Model) -> Family:
     """Return the first family that can express a model, among those with experts or without.
 
     Raises:   ConfigError with a reason for each of these families, if none can.
     """
-    has_experts = bool(experts_in(composition.model_of(m)))
+    has_experts = bool(experts_in(m))
     alike = [f for f in FAMILIES if has_experts in _may_have_experts(f)]
     reasons = {family.model_type: why_not(family, m) for family in alike}
     for family in alike:
@@ -289,7 +286,7 @@ def _may_have_experts(family: Family) -> set[bool]:
     return {cls is Experts for cls in forwards}
 
 
-def config_json(m: ModelConfig, family: Family, carried: Values, dtype: str) -> Values:
+def config_json(m: Model, family: Family, carried: Values, dtype: str) -> Values:
     """Make the config.json of a model.
 
     A file that describes the model is kept as it is, but for the dtype. Any other contains RoPE in
@@ -308,7 +305,7 @@ def config_json(m: ModelConfig, family: Family, carried: Values, dtype: str) -> 
     return {key: value for key, value in carried.items() if key not in dropped} | own
 
 
-def _written(family: Family, m: ModelConfig) -> Values:
+def _written(family: Family, m: Model) -> Values:
     """Return the keys of a model. Raises:   CannotSay."""
     of = Composition(m)
     terms = {family.mixer, family.feed_forward, *family.others, type(None)}
@@ -342,7 +339,7 @@ def _written(family: Family, m: ModelConfig) -> Values:
     return own | {key: own[other] for key, other in family.equal_keys.items() if other in own}
 
 
-def describes(values: Values, family: Family, m: ModelConfig) -> bool:
+def describes(values: Values, family: Family, m: Model) -> bool:
     """Return whether a config.json is of a family, and of a model."""
     if values.get("model_type") != family.model_type:
         return False
@@ -358,6 +355,6 @@ def dtype_keys(values: Values) -> list[str]:
     return [key for key in ("dtype", "torch_dtype") if key in values] or ["dtype"]
 
 
-def entry_table(family: Family, m: ModelConfig) -> list[Entry]:
+def entry_table(family: Family, m: Model) -> list[Entry]:
     """Return where the parameters of a model are in a family's tensors."""
     return entries_of(family.names, m)

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxpar import checkpoint
 from jaxpar.checkpoint.saved import CARRIED
-from jaxpar.config import Config, ConfigError, ModelConfig
+from jaxpar.config import Config, ConfigError, Model
 from jaxpar.config.layers import SavedComponent
 from jaxpar.config.schema.optimizer import TRAINED, Weights
 from jaxpar.convert import selfcheck
@@ -160,7 +160,7 @@ def without_padding(run: str | Path, cfg: Config) -> Config:
     return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab_size=size))
 
 
-def choose(family: str | None, m: ModelConfig, carried: Values) -> Family:
+def choose(family: str | None, m: Model, carried: Values) -> Family:
     """Return the family to export a model as; arguments and errors as `open_export`."""
     if family is None:
         chosen = family_of(carried) if carried else choose_family(m)

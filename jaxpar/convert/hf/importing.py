@@ -20,11 +20,10 @@ from jaxpar.config import (
     Config,
     ConfigError,
     DataConfig,
-    ModelConfig,
+    Model,
     ParallelConfig,
     RunConfig,
 )
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.lists.init_changes import may_change
 from jaxpar.config.rules.paths import check_run_folder
 from jaxpar.config.serialize import to_json
@@ -176,13 +175,13 @@ def _absent_modules(values: Values, family: Family, tensors: Tensors) -> Values:
     return {} if there else {name: values[name] for name in names if values.get(name)}
 
 
-def _copies(model: ModelConfig, family: Family, tensors: Tensors) -> tuple[str, ...]:
+def _copies(model: Model, family: Family, tensors: Tensors) -> tuple[str, ...]:
     """Return the names of tensors of modules that are copies of others.
 
     Raises:   ConfigError for one that is not: jaxpar has one embedding and one head.
     """
     found = []
-    first = len(model_of(model).layers)
+    first = len(model.layers)
     for k in range(first, first + model.mtp_depth):
         for name, other in family.copies.items():
             name = name.format(P=k)
@@ -196,7 +195,7 @@ def _copies(model: ModelConfig, family: Family, tensors: Tensors) -> tuple[str, 
     return tuple(found)
 
 
-def config_for(model: ModelConfig, values: Values) -> Config:
+def config_for(model: Model, values: Values) -> Config:
     """Return the config of a run for a model, in the compute dtype of its weights.
 
     All other fields have their defaults.
@@ -204,7 +203,7 @@ def config_for(model: ModelConfig, values: Values) -> Config:
     Raises:   ConfigError if the model is invalid.
     """
     longest = model.max_positions or values.get("max_position_embeddings") or MAX_SEQ_LEN
-    of = model_of(model)
+    of = model
     hybrid = any(x.mixer is None or x.mixer.recurrent for x in of.layers)
     loop: Literal["scan", "unroll"] = "scan" if hybrid or len(of.stacks) == 1 else "unroll"
     cfg = Config(

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from jaxpar.components.experts import Experts
 from jaxpar.components.model import Layer
 from jaxpar.components.weight import Weight
-from jaxpar.config import ModelConfig
-from jaxpar.config.layout.composition import layer_of_modules, model_of
+from jaxpar.config import Model
 from jaxpar.convert.hf.tensor_layout import Entry
 from jaxpar.model.parameters import param_specs
 from jaxpar.sharding.params import flat
@@ -72,20 +71,20 @@ _TOP = {"embed": "a b", "positions": "a b", "head": "b a"}
 _JOIN = "c ab"
 
 
-def entries_of(names: Names, m: ModelConfig) -> list[Entry]:
+def entries_of(names: Names, m: Model) -> list[Entry]:
     """Return where each parameter of a model is. Those without a name are left out."""
     specs, found = flat(param_specs(m)), []
     for path, name in names.top.items():
         if path in specs:
             found.append(_entry(path, name, specs[path].shape, _TOP.get(path, "a")))
     for path, layer, places in _stacks(m):
-        model, of = model_of(m), names.of_layer(layer)
+        model, of = m, names.of_layer(layer)
         weights = layer.weights(model)
         held = {name: where for name, where in of.items() if name in weights}
         held = held if path != "mtp" or names.modules else {}
         for name, where in held.items():
             found.append(_of_layer(f"{path}/{name}", where, weights, names.layer, places))
-    first = len(model_of(m).layers)
+    first = len(m.layers)
     of_modules = tuple(range(first, first + m.mtp_depth))
     for name, where in names.modules.items() if m.mtp_depth else ():
         shape = specs[f"mtp/{name}"].shape[1:]
@@ -95,20 +94,20 @@ def entries_of(names: Names, m: ModelConfig) -> list[Entry]:
     return found
 
 
-def unnamed(names: Names, m: ModelConfig) -> list[str]:
+def unnamed(names: Names, m: Model) -> list[str]:
     """Return the paths of the parameters that have no name in a format."""
     return sorted(flat(param_specs(m)).keys() - {entry.path for entry in entries_of(names, m)})
 
 
-def _stacks(m: ModelConfig) -> Iterator[tuple[str, Layer, tuple[int, ...]]]:
+def _stacks(m: Model) -> Iterator[tuple[str, Layer, tuple[int, ...]]]:
     """Yield the layers of each name, and of modules: one of them, and the places of all."""
-    model = model_of(m)
+    model = m
     for stack, layers in model.stacks.items():
         places = tuple(i for i, layer in enumerate(model.layers) if layer.name == stack)
         yield stack, layers[0], places
     if m.mtp_depth:
         first = len(model.layers)
-        yield "mtp", layer_of_modules(m), tuple(range(first, first + m.mtp_depth))
+        yield "mtp", m.module_layer, tuple(range(first, first + m.mtp_depth))
 
 
 def _of_layer(

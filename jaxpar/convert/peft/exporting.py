@@ -20,7 +20,6 @@ import numpy as np
 from jaxpar.checkpoint import saved_steps
 from jaxpar.components.weight import Weight, vector
 from jaxpar.config import Config, ConfigError
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.rules.paths import is_address
 from jaxpar.convert import selfcheck
 from jaxpar.convert.hf.composed import differences
@@ -104,8 +103,8 @@ def _targeted(family: Family, cfg: Config) -> list[tuple[str, Entry]]:
 def _declared(entry: Entry, cfg: Config) -> Weight:
     """Return the declaration of a layer's weight; one without outputs for other arrays."""
     stack, _, name = entry.path.partition("/")
-    layers = model_of(cfg.model).stacks.get(stack)
-    weights = layers[0].weights(model_of(cfg.model)) if layers else {}
+    layers = cfg.model.stacks.get(stack)
+    weights = layers[0].weights(cfg.model) if layers else {}
     return weights.get(name) or vector((), ())
 
 

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.checkpoint import weights_alone
-from jaxpar.config import Config, ConfigError, LoraConfig, ModelConfig
+from jaxpar.config import Config, ConfigError, LoraConfig, Model
 from jaxpar.config.json_reader import read_json_object
-from jaxpar.config.layout.composition import model_of
 from jaxpar.config.lists.lora_targets import targets_of
 from jaxpar.config.validate import check
 from jaxpar.convert import selfcheck
@@ -78,7 +77,7 @@ def read_adapter_config(folder: Path) -> Values:
     return values
 
 
-def lora_of(values: Values, m: ModelConfig) -> LoraConfig:
+def lora_of(values: Values, m: Model) -> LoraConfig:
     """Convert PEFT's config of adapters to a LoraConfig.
 
     Args:     m: the base model.
@@ -90,7 +89,7 @@ def lora_of(values: Values, m: ModelConfig) -> LoraConfig:
             rule = "must be a number above 0"
             fix = "use the value of the training"
             raise ConfigError(f"{ADAPTER_CONFIG} {key}", value, rule, fix)
-    there = list(targets_of(model_of(m)))
+    there = list(targets_of(m))
     known = isinstance(targets, list) and all(t in there for t in targets)
     if not known or not targets:
         rule = f"must be a list of names from {', '.join(there)}"
