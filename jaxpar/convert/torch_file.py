@@ -265,7 +265,7 @@ def _class_of(term: Term) -> tuple[str, str | None, str]:
     name = kind.__name__ if OURS.get(kind.__name__) is kind else name_of(kind)
     if base is None:
         return name, None, "forward(self, x, weights, positions, segments)"
-    if isinstance(term, Attention) and kind.heads is not Attention.heads:
+    if isinstance(term, Attention) and term.has_own_heads:
         return name, base, "heads(self, q, k, v, seen)"
     return name, base, ""
 

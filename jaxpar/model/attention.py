@@ -1,7 +1,6 @@
 """Grouped-query attention, as a branch of a layer. H and G count one tensor rank's heads."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.components.attention import Attention
-from jaxpar.config import Config, ConfigError, Model
+from jaxpar.config import Config, Model
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named
 from jaxpar.kernels.attention import AttentionMask, attention
@@ -20,6 +19,7 @@ from jaxpar.model.attention_context import AttentionContext, component
 from jaxpar.model.held import HeldSize, NewTokens, mask_of_slots, write
 from jaxpar.model.linear import products, row_parallel
 from jaxpar.model.mup.widths import mup_score_factor
+from jaxpar.model.own_heads import own_heads
 from jaxpar.parallel.context import context_attention
 from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.sharding.axes import TENSOR
@@ -43,31 +43,10 @@ def heads(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Sh
         deterministic=ex.cfg.compute.attention_deterministic,
         sinks=w.get("sinks"),
         softcap=a.softcap,
-        function=function_of(a),
+        function=own_heads(a),
     )
     side_by_side = gated(out.reshape(*out.shape[:2], -1), h, w)
     return h.split(side_by_side).map(row_parallel, w, "wo", "attn_out")
-
-
-def function_of(a: Attention) -> Callable[..., jax.Array] | None:
-    """Return the method `heads` of a subclass of `Attention`, which checks its result; else None.
-
-    Raises:   ConfigError when the function is called, for a result of another shape or dtype.
-    """
-    if not a.has_own_heads:
-        return None
-
-    def heads(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any) -> jax.Array:
-        out = a.heads(q, k, v, mask)
-        found = getattr(out, "shape", None), getattr(out, "dtype", None)
-        if found != (q.shape, q.dtype):
-            shown = f"{found[1]} {found[0]}" if found[1] else type(out).__name__
-            rule = f"returns {shown} in place of an array as its queries"
-            fix = f"return {q.dtype} {q.shape}"
-            raise ConfigError(f"{type(a).__name__}.heads", type(a).__name__, rule, fix)
-        return out
-
-    return heads
 
 
 @jax.named_scope("output_gate")

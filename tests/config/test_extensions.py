@@ -1,7 +1,8 @@
-"""Functions from outside the package: on a mesh they are what they are on one device."""
+"""Attention and update rules of a user: on a mesh they are what they are on one device."""
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,11 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpar.config import Config, ConfigError, registry, replace
+from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.validate import check, resolve
 from jaxpar.convert.hf.config import why_not
 from jaxpar.convert.hf.families import FAMILIES, LLAMA
+from jaxpar.extend import Attention, UpdateRule, component, swap
 from jaxpar.inference import generation
 from jaxpar.kernels.attention.mask import dense_mask
 from jaxpar.optimizer.rules import make_optimizer
@@ -26,8 +28,6 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 
 TOLERANCE = 1e-5
 
-ADDED = {"model.attention": "capped", "optimizer.name": "momentum"}
-
 
 def capped(q, k, v, mask):
     """Softmax attention whose scores lie between -2 and 2."""
@@ -37,15 +37,31 @@ def capped(q, k, v, mask):
     return jnp.einsum("bhts,bshk->bthk", weights, v)
 
 
+@component
+class Capped(Attention):
+    """Attention with other heads."""
+
+    function: Callable = capped
+
+    def heads(self, q, k, v, mask):
+        return self.function(q, k, v, mask)
+
+
+class Own(UpdateRule):
+    """The rule that a function makes."""
+
+    function: Callable
+
+    def __call__(self, cfg, rate, mask):
+        return self.function(cfg, rate, mask)
+
+
 def momentum(cfg, rate, mask):
     return optax.chain(optax.trace(cfg.beta1), optax.scale_by_learning_rate(rate))
 
 
-@pytest.fixture(autouse=True)
-def added(monkeypatch):
-    monkeypatch.setattr(registry, "_ADDED", {path: {} for path in registry.fields()})
-    registry.add("model.attention", "capped", capped)
-    registry.add("optimizer.name", "momentum", momentum)
+RULE = {"optimizer.name": Own(function=momentum)}
+ADDED = {"model": swap(TINY.model, "layers.mixer", Capped)} | RULE
 
 
 @functools.cache
@@ -81,9 +97,8 @@ def root_of_sums(cfg, rate, mask):
 @pytest.mark.slow  # quicker: optimizer/test_moments.py
 def test_a_rule_with_a_moment_of_its_own_keeps_it_in_host_memory(devices):
     """Adagrad's sum of squares, which the package has no name for."""
-    registry.add("optimizer.name", "adagrad", root_of_sums)
     one = {"model.num_layers": 1, "parallel.layer_loop": "unroll"}
-    cfg = replace(TINY, **{"optimizer.name": "adagrad"} | one)
+    cfg = replace(TINY, **{"optimizer.name": Own(function=root_of_sums)} | one)
     batches, wanted = reference_of(cfg)
     cfg = resolve(replace(cfg, **{"optimizer.offload": True, "parallel.data": 1}), 1)
     mesh = make_mesh(cfg.parallel, devices[:1])
@@ -91,7 +106,7 @@ def test_a_rule_with_a_moment_of_its_own_keeps_it_in_host_memory(devices):
     assert "pinned_host" in kinds
     found = traces.mesh_trace(cfg, mesh, batches, 2)
     assert not distances.compare(found, wanted, TOLERANCE).mismatches()
-    said = r"optimizer\.first_moment_dtype = 'bfloat16': has no effect, because adagrad has no "
+    said = r"optimizer\.first_moment_dtype = 'bfloat16': has no effect, because Own has no "
     with pytest.raises(ConfigError, match=said + "moment named mu or trace"):
         abstract_state(replace(cfg, **{"optimizer.first_moment_dtype": "bfloat16"}))
 
@@ -104,8 +119,8 @@ def of_two(cfg, rate, mask):
 
 @pytest.mark.slow
 def test_a_rule_may_keep_moments_of_some_parameters(devices):
-    registry.add("optimizer.name", "momentum", of_two)
-    cfg = replace(TINY, **{"optimizer.name": "momentum", "parallel.layer_loop": "unroll"})
+    rule = Own(function=of_two)
+    cfg = replace(TINY, **{"optimizer.name": rule, "parallel.layer_loop": "unroll"})
     batches = [traces.random_batch(cfg, i) for i in range(2)]
     wanted = traces.reference_trace(cfg, batches, 2)
     cfg = resolve(replace(cfg, **{"optimizer.offload": True, "parallel.data": 2}), 2)
@@ -115,17 +130,11 @@ def test_a_rule_may_keep_moments_of_some_parameters(devices):
 
 def test_the_functions_are_used():
     both = reference_of(replace(TINY, **ADDED))[1].losses
-    rule_alone = reference_of(replace(TINY, **{"optimizer.name": "momentum"}))[1].losses
+    rule_alone = reference_of(replace(TINY, **RULE))[1].losses
     assert abs(both[0] - rule_alone[0]) > 1e-4  # attention
     rule = make_optimizer(replace(TINY, **ADDED).optimizer, 10, {})
     updates, _ = rule.update({"w": jnp.full(3, 2.0)}, rule.init({"w": jnp.zeros(3)}))
     np.testing.assert_allclose(updates["w"], -2.0 * TINY.optimizer.learning_rate, rtol=1e-6)
-
-
-def test_adding_again_replaces():
-    registry.add("model.attention", "capped", momentum)
-    assert registry.function("model.attention", "capped").__wrapped__ is momentum
-    assert registry.function("model.attention", "softmax") is None
 
 
 @pytest.mark.parametrize(
@@ -133,13 +142,11 @@ def test_adding_again_replaces():
     [
         (
             {"optimizer.name": "momentun"},
-            r"optimizer\.name = 'momentun': must be one of adamw, lion, sgd, muon, adafactor, or "
-            r"registered with jaxpar\.config\.registry \(momentum\)",
+            r"optimizer\.name = 'momentun': must be one of adamw, lion, sgd, muon, adafactor",
         ),
-        ({"model.attention": "momentum"}, r"must be one of softmax, or .* \(capped\)"),
         (
             ADDED | {"parallel.context": "ring", "parallel.sequence": 2},
-            r"parallel\.context = 'ring': is not supported with model\.attention = capped",
+            r"parallel\.context = 'ring': is not supported with model\.layers\.mixer = Capped",
         ),
         (
             ADDED | {"compute.attention_backend": "cudnn", "compute.dtype": "bfloat16"},
@@ -149,60 +156,35 @@ def test_adding_again_replaces():
 )
 def test_what_cannot_be(values, said):
     with pytest.raises(ConfigError, match=said):
-        check(replace(TINY, **{"model.head_dim": 64} | values))
-
-
-def test_names_and_fields_that_are_taken_or_unknown():
-    with pytest.raises(ConfigError, match=r"optimizer\.name = 'lion': is a built-in name"):
-        registry.add("optimizer.name", "lion", momentum)
-    with pytest.raises(ConfigError, match=r"'train\.seed': does not accept .*optimizer\.name"):
-        registry.add("train.seed", "lucky", momentum)
-    with pytest.raises(ConfigError, match=r"model\.attention = 'gone': is not registered"):
-        registry.function("model.attention", "gone")
-
-
-def test_what_is_no_function_is_not_added():
-    said = r"optimizer\.name = 'none': is registered as None, not as a function"
-    with pytest.raises(ConfigError, match=said):
-        registry.add("optimizer.name", "none", None)
-    assert "none" not in registry.names("optimizer.name")
+        check(replace(TINY, **values | {"model.layers.mixer.head_dim": 64}))
 
 
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (lambda q, k, v, mask: (q, q), r"returns tuple instead of one array like q, float32 \("),
-        (lambda q, k, v, mask: q[:, 1:], r"returns float32 \(.* instead of one array"),
-        (lambda q, k, v, mask: q.astype("bfloat16"), r"returns bfloat16 \(.* instead of one array"),
+        (lambda q, k, v, mask: (q, q), r"returns tuple in place of an array as its queries"),
+        (lambda q, k, v, mask: q[:, 1:], r"returns float32 \(.* in place of an array"),
+        (lambda q, k, v, mask: q.astype("bfloat16"), r"returns bfloat16 \(.* in place of an array"),
     ],
     ids=["pair", "shape", "dtype"],
 )
 def test_attention_that_gives_something_else(function, said):
-    registry.add("model.attention", "capped", function)
-    cfg = replace(TINY, **{"model.attention": "capped"})
-    with pytest.raises(ConfigError, match=r"model\.attention = 'capped': " + said):
+    cfg = replace(TINY, model=swap(TINY.model, "layers.mixer", Capped, function=function))
+    with pytest.raises(ConfigError, match=r"Capped\.heads = 'Capped': " + said):
         traces.reference_trace(cfg, [traces.random_batch(cfg, 0)], 1)
 
 
 def test_a_rule_that_gives_nothing():
-    registry.add("optimizer.name", "momentum", lambda cfg, rate, mask: None)
-    said = r"optimizer\.name = 'momentum': returns NoneType instead of an optax"
+    said = r"optimizer\.name = 'Own': returns NoneType instead of an optax"
     with pytest.raises(ConfigError, match=said):
-        abstract_state(replace(TINY, **{"optimizer.name": "momentum"}))
+        abstract_state(replace(TINY, **{"optimizer.name": Own(function=lambda *_: None)}))
 
 
 def test_no_published_format_has_them():
     model = replace(TINY, **ADDED).model
     assert all(why_not(family, model) for family in FAMILIES)
-    assert why_not(LLAMA, replace(TINY, **{"optimizer.name": "momentum"}).model) is None
-    assert "model.layers.mixer.function = capped" in why_not(LLAMA, model)
-
-
-def test_sampling_needs_the_attention_and_no_rule():
-    cfg = generation.config_for_sampling(replace(TINY, **{"optimizer.name": "gone"}))
-    check(cfg)
-    with pytest.raises(ConfigError, match=r"model\.attention = 'gone'"):
-        check(replace(cfg, **{"model.attention": "gone"}))
+    assert why_not(LLAMA, replace(TINY, **RULE).model) is None
+    assert "Capped" in why_not(LLAMA, model)
 
 
 @pytest.mark.slow

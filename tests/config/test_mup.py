@@ -2,9 +2,10 @@
 
 import pytest
 
-from jaxpar.config import ConfigError, registry, replace
+from jaxpar.config import ConfigError, replace
 from jaxpar.config.serialize import from_json, to_json
 from jaxpar.config.validate import check
+from jaxpar.extend import UpdateRule
 from tests.config.models import BASE, DELTA, LATENT, LAYER
 
 MUP = {"model.mup.base_width": 64}
@@ -36,11 +37,9 @@ def test_what_cannot_be(fields, said):
         check(replace(BASE, **(MUP | fields)))
 
 
-def test_a_registered_rule_is_refused(monkeypatch):
-    monkeypatch.setattr(registry, "_ADDED", {path: {} for path in registry.fields()})
-    registry.add("optimizer.name", "mine", lambda cfg, rate, mask: None)
-    with pytest.raises(ConfigError, match=r"'mine': .* it has no learning rate by width"):
-        check(replace(BASE, **MUP, **{"optimizer.name": "mine"}))
+def test_a_rule_of_a_user_is_refused():
+    with pytest.raises(ConfigError, match=r"UpdateRule'?: .* it has no learning rate by width"):
+        check(replace(BASE, **MUP, **{"optimizer.name": UpdateRule()}))
 
 
 def test_a_config_is_saved_with_its_base_model():

@@ -11,8 +11,9 @@ import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers
 
-from jaxpar.config import Config, ConfigError, LatentAttention, OptimizerConfig, registry, replace
+from jaxpar.config import Config, ConfigError, LatentAttention, OptimizerConfig, replace
 from jaxpar.config.validate import check, resolve
+from jaxpar.extend import UpdateRule
 from jaxpar.model.parameters import param_specs, trainable_specs
 from jaxpar.optimizer.muon import orthogonalize, scale
 from jaxpar.optimizer.rules import make_optimizer
@@ -211,27 +212,25 @@ def test_what_cannot_be(fields, said):
         check(replace(TINY, **MUON, **fields))
 
 
-def halves(cfg, rate, mask, matrices):
-    """A rule of one's own: the upper half of each matrix takes the mean of its rows."""
+class Halves(UpdateRule):
+    """The upper half of each matrix takes the mean of its rows."""
 
-    def fn(x):
-        upper = jnp.arange(x.shape[1])[:, None] < x.shape[1] // 2
-        return jnp.where(upper, x.mean(axis=1, keepdims=True), x)
+    needs = "matrices"
 
-    chosen = optax.stateless(lambda grads, _: matrices.map(fn, grads))
-    return optax.chain(chosen, optax.scale_by_learning_rate(rate))
+    def __call__(self, cfg, rate, mask, matrices):
+        def fn(x):
+            upper = jnp.arange(x.shape[1])[:, None] < x.shape[1] // 2
+            return jnp.where(upper, x.mean(axis=1, keepdims=True), x)
+
+        chosen = optax.stateless(lambda grads, _: matrices.map(fn, grads))
+        return optax.chain(chosen, optax.scale_by_learning_rate(rate))
 
 
-def test_a_registered_rule_may_need_matrices(devices, monkeypatch):
-    monkeypatch.setattr(registry, "_ADDED", {path: {} for path in registry.fields()})
-    registry.add("optimizer.name", "halves", halves, needs="matrices")
-    cfg = replace(TINY, **{"optimizer.name": "halves"})
+def test_a_rule_of_a_user_may_need_matrices(devices):
+    cfg = replace(TINY, **{"optimizer.name": Halves()})
     found = weights_after(*on_mesh(cfg, "data=2,tensor=2", devices), 2)
     wanted = weights_after(*on_mesh(cfg, "data=1", devices), 2)
     errors = distances.update_errors(found[-1], wanted[-1], wanted[0])
     assert distances.worst(errors)[0] < 1e-6
     with pytest.raises(ConfigError, match=r"is not supported with optimizer\.offload"):
         check(replace(cfg, **{"optimizer.offload": True}))
-    for path, needs in (("optimizer.name", "rows"), ("model.attention", "matrices")):
-        with pytest.raises(ConfigError, match=f"registered with needs='{needs}'"):
-            registry.add(path, "other", halves, needs=needs)

@@ -113,6 +113,8 @@ def _named(layers: Sequence[Layer]) -> tuple[Layer, ...]:
 
 def hint_of(address: str) -> tuple[Any, Any]:
     """Return the declared type of a field at an address, and its default or MISSING."""
+    if address == "num_layers":
+        return int, dataclasses.MISSING
     first, *path = address.split(".")
     cls: Any = (OURS | {"Layer": Layer, "Norm": Norm})[first] if path else Model
     for name in path or [first]:

@@ -10,6 +10,7 @@ from jaxpar.components.latent_attention import LatentAttention
 from jaxpar.components.model import Model
 from jaxpar.components.rope import Rope
 from jaxpar.kernels.attention import AttentionMask
+from jaxpar.model.own_heads import own_heads
 from jaxpar.model.plain import rope as plain_rope
 from jaxpar.model.plain.operations import Weights, norm, softcapped, times, unit_rms
 
@@ -107,7 +108,7 @@ def _attend(
     """Attend to the keys of a document, at most `window` back and within a chunk."""
     function, cap = None, None
     if isinstance(a, Attention):
-        function = a.heads if a.has_own_heads else None
+        function = own_heads(a)
         cap = a.softcap
     if function:
         if a.chunk is not None:
