@@ -156,7 +156,7 @@ def decode(
 
 
 def _attend(q, k, v, mask: AttentionMask, w: Weights, a: Attention, backend: Any) -> jax.Array:
-    if function := function_of(a):
+    if function := own_heads(a):
         return function(q, k, v, mask)
     sinks = w.get("sinks")
     return attention(q, k, v, mask, sinks=sinks, softcap=a.softcap, backend=backend)[0]
