@@ -20,6 +20,9 @@ from jaxpar.config.schema import Config
 #: The number of layers, which is no field: an option that repeats or cuts the list.
 LENGTH = "model.num_layers"
 
+#: Most layers of a list that an option repeats.
+MOST = 10_000
+
 
 def addresses_layers(cfg: Config, path: str) -> bool:
     """Return whether a path addresses fields of layers, or their number."""
@@ -95,6 +98,9 @@ def changes_of_layers(base: Config, chosen: Config) -> dict[str, Any]:
 def _of_length(cfg: Config, length: Any) -> Config:
     """Return the config with more or fewer layers: whole periods after those that do not repeat."""
     layers, (first, each) = cfg.model.layers, repetition(cfg.model.layers)
+    if isinstance(length, int) and length > MOST:
+        fix = f"use {flag(_LENGTH, len(layers))}"
+        raise ConfigError(_LENGTH, length, f"must be at most {MOST:,}", fix)
     times, rest = divmod(length - first, each) if isinstance(length, int) else (0, 1)
     if times < 1 or rest:
         near = [first + n * each for n in (times, times + 1) if n > 0] or [len(layers)]

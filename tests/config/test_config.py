@@ -252,13 +252,18 @@ def test_a_bad_config_is_refused_and_every_fix_works(text, devices, field, rule)
         assert (error.field, error.rule) not in broken and len(broken) < len(errors), way
 
 
-@pytest.mark.parametrize("number", [0, -1])
-def test_a_model_without_layers_is_refused(number):
-    said = (
-        r"= -?\d: must be at least 1, for the layers layers x 4\. Fix: use --model.num-layers [14]"
-    )
-    with pytest.raises(ConfigError, match=said):
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (0, "must be at least 1, for the layers layers x 4. Fix: use --model.num-layers 1."),
+        (-1, "must be at least 1, for the layers layers x 4. Fix: use --model.num-layers 4."),
+        (10**9, "must be at most 10,000. Fix: use --model.num-layers 4."),
+    ],
+)
+def test_a_number_of_layers_that_cannot_be_is_refused(number, said):
+    with pytest.raises(ConfigError) as caught:
         replace(BASE, **{"model.num_layers": number})
+    assert str(caught.value) == f"model.num_layers = {number}: {said}"
 
 
 def broken_rules(cfg: Config, devices: int) -> list[tuple[str, str]]:

@@ -1,5 +1,6 @@
 """Whoever follows the first fix of each message comes to a legal config, and never in a circle."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -19,7 +20,7 @@ from jaxpar.config.fields import field_types, leaf_paths
 from jaxpar.config.layers import BESIDE, addressed, all_paths, type_at
 from jaxpar.config.validate import check, resolve
 from jaxpar.planning.predict.hardware import gpu_named
-from tests.meshes.test_global_layers import GEMMA4
+from tests.config.models import BASE, DELTA, EXPERTS, LAYER, OF_EXPERTS
 
 #: Most fixes to follow. Fields that a feature alone reads are refused one by one.
 MOST = 16
@@ -44,26 +45,14 @@ def follow(cfg: Config, legal=check) -> list[str]:
         assert len(seen) < MOST, "no end: " + "\n".join(messages)
 
 
-#: Configs whose flags describe the layers.
-FLAGS = {
-    "plain": Config(),
-    "experts": replace(Config(), **{"model.num_experts": 4}),
-    "latent": replace(
-        Config(),
-        **{"model.num_kv_heads": 8, "model.head_dim": 48, "model.kv_lora_rank": 64}
-        | {"model.qk_rope_head_dim": 16, "model.v_head_dim": 32},
-    ),
-    "hybrid": replace(Config(), **{"model.layer_pattern": "GGG*", "parallel.layer_loop": "unroll"}),
-    "global": GEMMA4,
-}
-
+FIRST = dataclasses.replace(LAYER, name="dense_layers")
 SCALING = "model.layers.mixer.rope.scaling"
 
 CASES = {
     "adapters and modules": ("llama_1b_lora_chat", {"model.mtp_depth": 1}),
     "adapters on experts": ("deepseek_v2_lite", {"lora.rank": 4, "lora.targets": "gate_proj"}),
     "adapters on what is not there": ("kimi_k2", {"lora.rank": 4, "lora.targets": "x,down_proj"}),
-    "modules with a recurrence": ("hybrid", {"model.mtp_depth": 1, "model.layer_pattern": "*GGG"}),
+    "modules with a recurrence": ("", {"model.layers": [LAYER, DELTA], "model.mtp_depth": 1}),
     "no path": ("quickstart", {"data.path": ""}),
     "experts of Llama 4": (
         "llama4_scout",
@@ -72,17 +61,23 @@ CASES = {
     "a feature's field alone": ("quickstart", {"lora.alpha": 8.0, "diloco.overlap": 2}),
     "DiLoCo of experts": ("kimi_k2", {"diloco.overlap": 1, "diloco.every": 20}),
     "experts by a pattern": ("nemotron_3_nano", {"diloco.every": 1}),
-    "experts between": ("hybrid", {"model.num_experts": 4, "model.moe_every": 2}),
+    "experts between, in stages": (
+        "",
+        {"model.layers": [FIRST, OF_EXPERTS] * 2, "parallel.pipeline": 3, "lora.rank": 2000},
+    ),
     "two kinds of scaling": (
         "llama3_70b",
         {f"{SCALING}.beta_fast": 8.0, f"{SCALING}.low_freq_factor": 2.0},
     ),
-    "two kinds of scaling, of flags": (
-        "plain",
-        {"model.rope_scaling.kind": "yarn", "model.rope_scaling.low_freq_factor": 2.0},
+    "yarn with a factor of another kind": (
+        "",
+        {f"{SCALING}.kind": "yarn", f"{SCALING}.low_freq_factor": 2.0},
     ),
     "heads of latent attention": ("moonlight_16b_a3b", {"parallel.tensor": 3}),
-    "a block that is not there": ("global", {"model.shared_norm": True}),
+    "groups of another number of experts": (
+        "",
+        {"model.layers.feed_forward": EXPERTS, "model.layers.feed_forward.router.groups": 3},
+    ),
     "a norm that is not there": (
         "quickstart",
         {"model.layers.norms": "after", "model.layers.parallel": "one_norm"},
@@ -99,8 +94,8 @@ CASES = {
 
 
 def config_of(name: str) -> Config:
-    """A shipped config, or one of flags."""
-    return FLAGS[name] if name in FLAGS else load_config(name)
+    """A shipped config, or `BASE`."""
+    return load_config(name) if name else BASE
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -117,7 +112,7 @@ def test_first_fixes_end_for_a_recurrent_last_layer():
 
 
 def test_a_mixture_needs_no_path_beside_it():
-    check(replace(Config(), **{"data.path": "", "data.mixture": "a:1,b:2"}))
+    check(replace(BASE, **{"data.path": "", "data.mixture": "a:1,b:2"}))
 
 
 def test_advice_for_targets_is_not_refused_in_turn():
@@ -144,12 +139,10 @@ def values_of(path: str, cfg: Config) -> list:
     found = [default_of(path)] if is_flag else []
     for one in members(hint):
         found += [one] if isinstance(one, str) else usual.get(one, [])
-    for of in (cfg, *FLAGS.values()) if is_flag else ():
-        try:
-            found.append(value_of(of, path))
-        except AttributeError:  # of a section that it does not have
-            continue
-    if not is_flag:
+    if is_flag:
+        with contextlib.suppress(AttributeError):  # of a section that it does not have
+            found.append(value_of(cfg, path))
+    else:
         found += [value for _, value in addressed(cfg.model.layers, path.split(".")[1:])]
     return sorted(set(found), key=repr)
 
@@ -157,15 +150,13 @@ def values_of(path: str, cfg: Config) -> list:
 def paths_of(cfg: Config, sections: Sequence[str]) -> list[str]:
     """The fields of sections, those of layers by their addresses."""
     found = [path for path in leaf_paths() if path.partition(".")[0] in sections]
-    if not cfg.model.layers:
-        return found
     found = [one for one in found if not one.startswith("model.") or one.split(".")[1] in BESIDE]
     return [*found, *all_paths(cfg.model.layers)]
 
 
 @functools.cache
 def every_config() -> tuple[Config, ...]:
-    return (*map(load_config, known_configs().split(", ")), *FLAGS.values())
+    return (*map(load_config, known_configs().split(", ")), BASE)
 
 
 def random_words(rng: random.Random, cfg: Config, most: int, sections: Sequence[str]) -> list[str]:
@@ -247,7 +238,7 @@ def is_broken(cfg: Config, rule: ConfigError) -> bool:
 def test_all_broken_rules_are_one_error():
     fields = {"train.num_steps": 0, "lora.rank": 4, "model.mtp_depth": 1, "dpo.beta": 0.1}
     with pytest.raises(ConfigError) as caught:
-        check(replace(Config(), **fields))
+        check(replace(BASE, **fields))
     said = str(caught.value)
     assert "rules are broken" in said and "1. train.num_steps = 0" in said
     assert "lora.rank = 4: is not supported with model.mtp_depth = 1" in said
@@ -310,7 +301,7 @@ def test_a_gpu_that_is_like_no_other_is_not_taken_for_the_largest():
 
 
 def test_a_default_comes_before_what_turns_something_on():
-    cfg = replace(Config(), **{"lora.alpha": 8.0})
+    cfg = replace(BASE, **{"lora.alpha": 8.0})
     with pytest.raises(ConfigError) as error:
         check(cfg)
     ways = error.value.fix.removeprefix("use ").split(", or ")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar.commands import COMMANDS, module_of
-from jaxpar.components.ranges import MAX_INT, Range, declared_range
+from jaxpar.components.ranges import MAX_INT, Range, Size, declared_range
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.command_line import members, parse_overrides
 from jaxpar.config.config_file import load_config
@@ -59,8 +59,11 @@ def test_a_whole_number_outside_its_range_is_refused(path):
 
 def test_the_sizes_of_a_model_are_bounded():
     """Each size alone: the memory of all together is compared with the host's before the start."""
-    sizes = "num_layers d_model num_heads num_kv_heads head_dim d_ff num_experts vocab_size".split()
-    assert all(range_of(f"model.{name}").most < 1 << 27 for name in sizes)
+    assert all(range_of(f"model.{name}").most < 1 << 27 for name in ("d_model", "vocab_size"))
+    for cls in OURS.values():
+        for name, hint in typing.get_type_hints(cls, include_extras=True).items():
+            if hint == Size or name in ("d_ff", "num_experts", "kv_lora_rank", "q_lora_rank"):
+                assert declared_range(hint).most < 1 << 27, (cls, name)
 
 
 def test_numbers_of_components_have_ranges():
