@@ -9,7 +9,6 @@ even; the fullest device's share is printed. Runs at the power limit.
 import argparse
 import functools
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +20,10 @@ from jaxpar.config.config_file import load_config
 from jaxpar.config.validate import resolve
 from jaxpar.execution.decisions import execution_of
 from jaxpar.kernels.norm import NormOutput
+from jaxpar.model.attention_context import AttentionContext
 from jaxpar.model.layer import branches
-from jaxpar.model.moe import experts, router
+from jaxpar.model.moe import router
 from jaxpar.model.parameters import param_specs
-from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.runtime.program import run_program
 from jaxpar.runtime.start import start
 from jaxpar.sharding.axes import BATCH_SPEC, EXPERT, partition_spec
@@ -70,7 +69,7 @@ def programs_of(cfg: Config):
     mesh, ex, m = make_mesh(cfg.parallel), execution_of(cfg), cfg.model
     layer = m.layers[-1]
     routed = layer.feed_forward
-    specs = {n: s for n, s in param_specs(m)[layer.name].items() if n in experts.WEIGHTS}
+    specs = {n: s for n, s in param_specs(m)[layer.name].items() if n in routed.weights(m)}
     # Only experts are sharded. FSDP would gather the others, a layer ahead.
     of_weights = {
         n: partition_spec(s.axes[1:]) if "experts" in s.axes else PartitionSpec()
@@ -79,7 +78,7 @@ def programs_of(cfg: Config):
     made = functools.partial(_arrays, specs, cfg)
     placed = shardings(mesh, (of_weights, BATCH_SPEC, BATCH_SPEC))
     w, x, d_out = jax.jit(made, out_shardings=placed)(jax.random.key(0))
-    context = SimpleNamespace(layer=layer, loss_weight=None)
+    context = AttentionContext(mask=None, rope=None, of=layer)  # type: ignore[arg-type]
 
     def converted(w):
         return {
@@ -89,7 +88,8 @@ def programs_of(cfg: Config):
 
     def apply(w, x):
         branch = branches(layer, m)[-1]
-        return branch.function(Shards((NormOutput(x),)), w, context, ex).parts[0]
+        h = branch.receive(NormOutput(x), w, branch.norm, context, ex)
+        return branch.send(branch.function(h, w, context, ex))
 
     def gradients(w, x, d_out):  # those of experts stay in the compute dtype, as in a step
         out, pullback = jax.vjp(apply, converted(w), x)
