@@ -99,8 +99,8 @@ def _of_length(cfg: Config, length: Any) -> Config:
     """Return the config with more or fewer layers: whole periods after those that do not repeat."""
     layers, (first, each) = cfg.model.layers, repetition(cfg.model.layers)
     if isinstance(length, int) and length > MOST:
-        fix = f"use {flag(_LENGTH, len(layers))}"
-        raise ConfigError(_LENGTH, length, f"must be at most {MOST:,}", fix)
+        fix = f"use {flag(LENGTH, len(layers))}"
+        raise ConfigError(LENGTH, length, f"must be at most {MOST:,}", fix)
     times, rest = divmod(length - first, each) if isinstance(length, int) else (0, 1)
     if times < 1 or rest:
         near = [first + n * each for n in (times, times + 1) if n > 0] or [len(layers)]

@@ -265,10 +265,8 @@ TABLE: tuple[Incompatible, ...] = (
     _ROW(PARALLEL_BLOCK, ROW_GROUPS, "its branches do not wait for one another"),
     _ROW(SEVERAL_IN_LIST, REMAT_GROUP, "a scan's step has a period of layers"),
     *(
-        _ROW(one, other, _UNVERIFIED)
-        for one in (LAYER_NORM, PARALLEL_BLOCK, LEARNED_POSITIONS, SOFTCAP, CHUNKED)
-        for other in (LATENT, RECURRENT)
-        if (one, other) != (SOFTCAP, LATENT)  # which has no cap
+        _ROW(one, LATENT, _UNVERIFIED)
+        for one in (LAYER_NORM, PARALLEL_BLOCK, LEARNED_POSITIONS, CHUNKED)
     ),
     *(_ROW(one, MTP, _UNVERIFIED) for one in (LAYER_NORM, LEARNED_POSITIONS)),
     # Pipelines
