@@ -135,8 +135,8 @@ Fix: use --model.layers.mixer.window None.
     model.layers.mixer.rope.scaling = '8': must be a RopeScaling or None. \
 Fix: use --model.layers.mixer.rope.scaling None.
 --model.num-heads 8
-    model.num_heads = '8': describes the layers of a model without model.layers, which are \
-composed here. Fix: use --model.layers.mixer.num-heads 8.
+    model.num_heads = '8': is not a field of the model or of its layers. \
+Fix: use --model.layers.mixer.num-heads 8.
 --train 5 --train.num-steps 3
     train = '5': must be a TrainConfig. Fix: use --train.num-steps 1000.
 --model.layers.mixer.rope.scaling.factor 0.5

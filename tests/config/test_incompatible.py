@@ -9,8 +9,7 @@ import pytest
 
 from jaxpar.config import Glu, KimiDeltaAttention, Layer, Mlp, QkNorm, default_of, replace
 from jaxpar.config.fields import field_types
-from jaxpar.config.incompatible import TABLE, Incompatible, combinations
-from jaxpar.config.layers import BESIDE
+from jaxpar.config.incompatible import TABLE, combinations
 from jaxpar.extend import Attention, component
 from tests.config.models import ATTENTION, BASE, DELTA, EXPERTS, GLU, LATENT, LAYER, OF_EXPERTS
 
@@ -115,22 +114,7 @@ def fields_of(label: str) -> dict[str, Any]:
     return {path: fits[-1]}
 
 
-#: Conditions on flags.
-OF_FLAGS = ("dense layers beside", "registered attention", "positions`")
-
-
-def is_of_flags(row: Incompatible) -> bool:
-    """Whether a condition is on flags of layers: composed models have none."""
-    labels = f"{row.one.label} {row.other.label}"
-    said = {*re.findall(r"`model\.(\w+)", labels)}
-    return not said <= set(BESIDE) or any(one in labels for one in OF_FLAGS)
-
-
-ROWS = [
-    pytest.param(row, id=f"{row.one.label} x {row.other.label}")
-    for row in TABLE
-    if not is_of_flags(row)
-]
+ROWS = [pytest.param(row, id=f"{row.one.label} x {row.other.label}") for row in TABLE]
 
 
 @pytest.mark.parametrize("row", ROWS)
