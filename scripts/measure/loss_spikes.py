@@ -104,6 +104,7 @@ def write_batches(folder: Path, cfg: Config, seed: int) -> None:
     rows = np.arange(cfg.train.global_batch_size)
     batches = [loader.host_rows(step, rows) for step in range(cfg.train.num_steps)]
     fields = [field.name for field in dataclasses.fields(Batch)]
+    fields = [name for name in fields if isinstance(getattr(batches[0], name), np.ndarray)]
     stacked = {name: np.stack([getattr(b, name) for b in batches]) for name in fields}
     np.savez(folder / f"batches_{seed}.npz", max_documents=loader.max_documents, **stacked)
 
@@ -117,7 +118,7 @@ def batches_of(folder: Path, seed: int, cfg: Config, mesh: Any) -> Iterator[Batc
         positions = np.arange(length, dtype=np.int32)
         arrays["positions"] = np.broadcast_to(positions, (steps, rows, length))
     sharding = NamedSharding(mesh, BATCH_SPEC)
-    names = [field.name for field in dataclasses.fields(Batch)]
+    names = [field.name for field in dataclasses.fields(Batch) if field.name in arrays]
     for step in range(len(arrays["tokens"])):
         yield Batch(**{n: jax.device_put(arrays[n][step], sharding) for n in names})
 
