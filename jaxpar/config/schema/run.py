@@ -20,8 +20,8 @@ class RunConfig:
     """Run, published model or name on the Hugging Face Hub (org/model@revision) to take the initial
     weights from. Empty: random initialization."""
     init_changes: str = ""
-    """Fields of the model that may differ from those of init_from, separated by commas, such as
-    rope_theta,rope_scaling for a longer context (docs/long_context.md). Empty: none."""
+    """Fields of layers that may differ from those of init_from, separated by commas, such as
+    mixer.rope.theta,mixer.rope.scaling for a longer context (docs/long_context.md). Empty: none."""
     cpu_devices: Annotated[int, Range(0, MAX_CPU_DEVICES)] = 0
     """Number of CPU devices to simulate in this process. 0: use the devices that JAX finds."""
     xla_flags: Literal["auto", "none"] = "auto"
