@@ -107,12 +107,11 @@ def logits(
 
     Args:     adapters: adapters that `read` also has, with their factor in the second matrix.
     """
-    model = m
     shapes = {path: spec.shape for path, spec in flat(param_specs(m, adapters)).items()}
     whole = lambda path: read(path, tuple(slice(0, n) for n in shapes[path]))  # noqa: E731
 
     def layer(i: int) -> dict[str, np.ndarray]:
-        name, at = model.places[i]
+        name, at = m.places[i]
         stack = f"{name}/"
         paths = {p.removeprefix(stack): p for p in shapes if p.startswith(stack)}
         rest = {p: tuple(slice(0, n) for n in shapes[p][1:]) for p in paths.values()}
@@ -123,16 +122,16 @@ def logits(
     checking = stage("computing logits for the self-check")
     with jax.default_matmul_precision("highest"), checking as now:
         embed = whole("embed")
-        learned = {"positions": whole("positions")} if model.max_positions else {}
-        x = decoder.first_stream({"embed": embed} | learned, tokens, positions, model)
-        if not model.tie_embeddings:
+        learned = {"positions": whole("positions")} if m.max_positions else {}
+        x = decoder.first_stream({"embed": embed} | learned, tokens, positions, m)
+        if not m.tie_embeddings:
             del embed
-        for i, of in enumerate(model.layers):
-            now.at(f"layer {i + 1} of {len(model.layers)}")
-            x = _block(of, model)(x, layer(i), positions, segments)
+        for i, of in enumerate(m.layers):
+            now.at(f"layer {i + 1} of {len(m.layers)}")
+            x = _block(of, m)(x, layer(i), positions, segments)
         top = {path: whole(path) for path in shapes if path.startswith("final_norm")}
-        top |= {"embed": embed} if model.tie_embeddings else {"head": whole("head")}
-        return np.asarray(jax.jit(lambda x, top: decoder.output(x, top, model))(x, top))
+        top |= {"embed": embed} if m.tie_embeddings else {"head": whole("head")}
+        return np.asarray(jax.jit(lambda x, top: decoder.output(x, top, m))(x, top))
 
 
 @functools.cache

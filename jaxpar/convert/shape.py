@@ -52,14 +52,13 @@ def model_from(named: str, family: str | None, like: Model) -> Model:
 
 def in_words(name: str, family: Family, model: Model) -> str:
     """Describe a model's fields that are not the defaults, and its layers, in one line."""
-    of = model
-    shown = [f"num_layers {len(of.layers)}"]
-    for field in dataclasses.fields(of):
-        value = getattr(of, field.name)
+    shown = [f"num_layers {len(model.layers)}"]
+    for field in dataclasses.fields(model):
+        value = getattr(model, field.name)
         if value != field.default and field.name not in ("layers", "norm", "init_std"):
             shown.append(f"{field.name} {value}")
-    shown.append(f"norm {_words(of.norm)}")
-    for stack, layers in of.stacks.items():
+    shown.append(f"norm {_words(model.norm)}")
+    for stack, layers in model.stacks.items():
         terms = filter(None, (layers[0].mixer, layers[0].feed_forward))
         shown.append(f"{len(layers)} {stack}: {' and '.join(map(_words, terms))}")
     size = f"{num_params(model):,} parameters"

@@ -204,14 +204,13 @@ class Parameter:
 def parameters_of(m: Model) -> dict[str, Parameter]:
     """Return all parameters by path, but those of multi-token prediction: only training computes
     its modules. Tensors have the declared names, those of layers after the place of the layer."""
-    model, found = m, {}
+    found = {}
     for path, spec in flat(param_specs(m)).items():
         stack, _, name = path.partition("/")
         if not name:
             found[path] = Parameter(spec, (path,), stacked=False)
-        elif stack in model.stacks:
-            places = (i for i, layer in enumerate(model.layers) if layer.name == stack)
-            names = tuple(f"layers.{i}.{name}" for i in places)
+        elif stack in m.stacks:
+            names = tuple(f"layers.{i}.{name}" for i in m.places_of(stack))
             found[path] = Parameter(spec, names, stacked=True)
     return found
 
@@ -230,15 +229,13 @@ def describe(m: Model) -> dict[str, Any]:
     index of each layer in order, and what code in PyTorch it needs. Unlike
     `config.layers.to_values`, it has every field, and the shapes of weights, so that its reader
     needs no declarations."""
-    model = m
-    distinct = list(dict.fromkeys(model.layers))
-    fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model)}
+    fields = {f.name: getattr(m, f.name) for f in dataclasses.fields(m)}
     return {
         "model": {name: _values(value) for name, value in fields.items() if name != "layers"},
         "weights": {name: list(spec.shape) for name, spec in top_specs(m).items()},
-        "distinct": [_layer(layer, model) for layer in distinct],
-        "order": [distinct.index(layer) for layer in model.layers],
-        "needs": code_needed(model),
+        "distinct": [_layer(layer, m) for layer in m.distinct],
+        "order": [m.distinct.index(layer) for layer in m.layers],
+        "needs": code_needed(m),
     }
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxpar import load_config
 from jaxpar.checkpoint import weights_alone
-from jaxpar.config import replace
+from jaxpar.config import Norm, replace
 from jaxpar.config.serialize import to_json
 from jaxpar.convert import torch_file
 from jaxpar.convert.hf.exporting import Opened
@@ -138,7 +138,7 @@ MODELS = {
         Layer(
             "shared", Attention(**HEADS, qk_norm=QkNorm(gain=False)), Glu(24), parallel="one_norm"
         ),
-        norm="layer",
+        norm=Norm(kind="layer"),
         tie_embeddings=True,
         embed_scale=True,
         embedding_multiplier=0.5,
@@ -177,7 +177,7 @@ MODELS = {
             ),
         ]
         * 2,
-        norm_offset=True,
+        norm=Norm(offset=True),
     ),
     "gated_delta_net": model(
         *[

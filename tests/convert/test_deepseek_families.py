@@ -196,7 +196,7 @@ def test_what_is_refused(name, change, said):
 def test_what_no_family_has_is_exported_to_plain_pytorch():
     m = command_line.load_config("moonlight_16b_a3b").model
     with pytest.raises(ConfigError, match=r"deepseek_v3: model.norm.offset .*Fix: .*`to-torch`"):
-        choose_family(dataclasses.replace(m, norm_offset=True))
+        choose_family(dataclasses.replace(m, norm=dataclasses.replace(m.norm, offset=True)))
 
 
 # ----------------------------------------------------------------------------- float8 by blocks

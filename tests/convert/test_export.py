@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from jaxpar import config
 from jaxpar.checkpoint import Checkpointer, Damaged, folder
 from jaxpar.commands import call
-from jaxpar.config import Config, ConfigError, Layer, Model, QkNorm, Rope, Router
+from jaxpar.config import Config, ConfigError, Layer, Model, Norm, QkNorm, Rope, Router
 from jaxpar.config.validate import resolve
 from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.hf.config import choose_family
@@ -207,7 +207,7 @@ def model(*period: Layer, **fields) -> Model:
     return Model(d_model=16, vocab_size=32, layers=period * (4 // len(period)), **fields)
 
 
-GEMMA = {"norm_offset": True, "embed_scale": True}
+GEMMA = {"norm": Norm(offset=True), "embed_scale": True}
 WIDE = layer(GELU, "global_layers", "around", **QK)
 LOCAL = layer(GELU, "layers", "around", window=8, rope=Rope(theta=1e4), **QK)
 

@@ -253,7 +253,7 @@ def test_what_is_merged_is_compared_with_its_fingerprints_once(run, tmp_path, mo
 def test_another_base_is_found(run, tmp_path):
     other = tiny.write_folder(tmp_path / "other", VALUES | {"rms_norm_eps": 1e-2})
     export = exporting.open_export(run.run.dir, dtype="float32")
-    with pytest.raises(ConfigError, match=r"is another model.*model\.norm_eps differ"):
+    with pytest.raises(ConfigError, match=r"is another model.*model\.norm\.eps differ"):
         peft_folder.to_peft(export, tmp_path / "out", silent, str(other))
     arrays = tiny.tensors(VALUES)
     arrays["model.layers.0.mlp.up_proj.weight"] *= 1.5

@@ -16,7 +16,6 @@ from safetensors.numpy import load_file
 
 from jaxpar.commands import call
 from jaxpar.config import ConfigError, Model, replace
-from jaxpar.config.layout import composition
 from jaxpar.convert import selfcheck, torch_file
 from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.hf.config import family_of, model_of
@@ -44,11 +43,11 @@ def models() -> dict[str, Model]:
 
 def test_tensors_have_the_declared_names():
     for name, m in models().items():
-        model, tensors = m, torch_file.tensors_of(m)
+        tensors = torch_file.tensors_of(m)
         wanted = {
             f"layers.{i}.{weight}": declared.shape
-            for i, layer in enumerate(model.layers)
-            for weight, declared in layer.weights(model).items()
+            for i, layer in enumerate(m.layers)
+            for weight, declared in layer.weights(m).items()
         }
         found = {n: t.shape for n, t in tensors.items() if n.startswith("layers.")}
         assert found == wanted, name
@@ -58,11 +57,11 @@ def test_tensors_have_the_declared_names():
 
 def test_the_description_has_every_field_and_weight():
     for name, m in models().items():
-        model, tensors = m, torch_file.tensors_of(m)
+        tensors = torch_file.tensors_of(m)
         about = json.loads(json.dumps(torch_file.describe(m)))
         of_layers = [about["distinct"][i] for i in about["order"]]
         shapes = {n: shape for n, shape in about["weights"].items()}
-        for i, (layer, of) in enumerate(zip(model.layers, of_layers, strict=True)):
+        for i, (layer, of) in enumerate(zip(m.layers, of_layers, strict=True)):
             terms = {"mixer": layer.mixer, "feed_forward": layer.feed_forward}
             parts = [of, *(of[role] for role in terms if of[role])]
             shapes |= {f"layers.{i}.{n}": s for one in parts for n, s in one["weights"].items()}
@@ -75,7 +74,7 @@ def test_the_description_has_every_field_and_weight():
                 *(layer.norms, layer.parallel, layer.scaled),
             )
         assert shapes == {n: list(t.shape) for n, t in tensors.items()}, name
-        assert about["model"]["norm"] == dataclasses.asdict(model.norm)
+        assert about["model"]["norm"] == dataclasses.asdict(m.norm)
 
 
 def test_a_model_that_no_family_can_write():
@@ -178,7 +177,7 @@ def test_code_that_a_component_needs():
         "of torch_model.TorchAttention that defines heads(self, q, k, v, seen). Its weights: "
         "wq [16, 4, 8], wk [16, 2, 8], wv [16, 2, 8], wo [4, 8, 16]"
     }
-    mean = torch_file.code_needed(composition.model_of(composed.MODELS["own"]))
+    mean = torch_file.code_needed(composed.MODELS["own"])
     said = mean["tests.convert.composed:DecayedMean"]
     assert (
         "torch_model.TorchComponent that defines forward(self, x, weights, positions, seg" in said

@@ -92,4 +92,4 @@ def _starcoder2(values: dict) -> Shapes:
         for name, rows in {"q_proj": D, "k_proj": kv, "v_proj": kv, "o_proj": D}.items():
             found |= _both(f"{layer}self_attn.{name}", rows, D)
         found |= _both(layer + "mlp.c_fc", F, D) | _both(layer + "mlp.c_proj", D, F)
-    return found | _both("model.norm.kind", D)
+    return found | _both("model.norm", D)

@@ -136,8 +136,8 @@ def _hints(cls: type) -> dict[str, Any]:
 class Composition:
     """The layers of a model, for what writes a config.json."""
 
-    def __init__(self, m: Model):
-        self.model = m
+    def __init__(self, model: Model):
+        self.model = model
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -204,9 +204,8 @@ def canonical(m: Model) -> Model:
             return dataclasses.replace(mixer, scale_dim=None)
         return mixer
 
-    model = m
-    layers = (dataclasses.replace(x, name="", mixer=of_mixer(x.mixer)) for x in model.layers)
-    return dataclasses.replace(model, layers=tuple(layers), init_std=Model.init_std)
+    layers = (dataclasses.replace(x, name="", mixer=of_mixer(x.mixer)) for x in m.layers)
+    return dataclasses.replace(m, layers=tuple(layers), init_std=Model.init_std)
 
 
 class Difference(NamedTuple):
@@ -225,14 +224,11 @@ def differences(m: Model, other: Model) -> Iterator[Difference]:
     """Yield where a model differs from another, whatever their layers' names are."""
     one, two = canonical(m), canonical(other)
     bare = [dataclasses.replace(x, layers=()) for x in (one, two)]
-    for found in _between(bare[0], bare[1], "model"):
-        # The fields of the norm are those of the section.
-        path = found.path.replace(".norm.kind", ".norm").replace(".norm.", ".norm_")
-        yield found._replace(path=path)
+    yield from _between(bare[0], bare[1], "model")
     if len(one.layers) != len(two.layers):
         yield Difference("model.num_layers", len(one.layers), len(two.layers))
         return
-    names = [layer.name for layer in m.layers]
+    names = (layer.name for layer in m.layers)
     for name, a, b in dict.fromkeys(zip(names, one.layers, two.layers, strict=True)):
         yield from _between(a, b, f"model.{name}")
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from jaxpar.components.component import FeedForward
 from jaxpar.components.experts import Experts, experts_in
-from jaxpar.config import ConfigError, Model, Norm
+from jaxpar.config import ConfigError, Model
 from jaxpar.config.rules.experts import without_router_gradient
 from jaxpar.convert.hf.composed import (
     ABSENT,
@@ -125,12 +125,7 @@ def model_of(values: Values, family: Family) -> Model:
     if any(draft.feed_forward is Experts for draft in drafts):
         shared |= experts.read(values, family, shared["Experts.expert.d_ff"])
     top = {name: value for name, value in shared.items() if "." not in name}
-    norm = norm_of(shared)
-    model = Model(
-        layers=build(drafts, shared),
-        norm=Norm(kind=norm.kind, eps=norm.eps, offset=norm.offset),
-        **top,
-    )
+    model = Model(layers=build(drafts, shared), norm=norm_of(shared), **top)
     if without_router_gradient(model) is not None:
         rule = "gives each token one expert, with a weight of 1: the router could not be trained"
         fix = "use a model with at least 2, or without norm_topk_prob"

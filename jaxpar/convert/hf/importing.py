@@ -181,7 +181,7 @@ def _copies(model: Model, family: Family, tensors: Tensors) -> tuple[str, ...]:
     Raises:   ConfigError for one that is not: jaxpar has one embedding and one head.
     """
     found = []
-    first = len(model.layers)
+    first = model.num_layers
     for k in range(first, first + model.mtp_depth):
         for name, other in family.copies.items():
             name = name.format(P=k)
@@ -203,9 +203,8 @@ def config_for(model: Model, values: Values) -> Config:
     Raises:   ConfigError if the model is invalid.
     """
     longest = model.max_positions or values.get("max_position_embeddings") or MAX_SEQ_LEN
-    of = model
-    hybrid = any(x.mixer is None or x.mixer.recurrent for x in of.layers)
-    loop: Literal["scan", "unroll"] = "scan" if hybrid or len(of.stacks) == 1 else "unroll"
+    hybrid = any(x.mixer is None or x.mixer.recurrent for x in model.layers)
+    loop: Literal["scan", "unroll"] = "scan" if hybrid or len(model.stacks) == 1 else "unroll"
     cfg = Config(
         model=model,
         compute=ComputeConfig(dtype=COMPUTE_DTYPES[dtype_of(values)]),

@@ -78,13 +78,12 @@ def entries_of(names: Names, m: Model) -> list[Entry]:
         if path in specs:
             found.append(_entry(path, name, specs[path].shape, _TOP.get(path, "a")))
     for path, layer, places in _stacks(m):
-        model, of = m, names.of_layer(layer)
-        weights = layer.weights(model)
+        of, weights = names.of_layer(layer), layer.weights(m)
         held = {name: where for name, where in of.items() if name in weights}
         held = held if path != "mtp" or names.modules else {}
         for name, where in held.items():
             found.append(_of_layer(f"{path}/{name}", where, weights, names.layer, places))
-    first = len(m.layers)
+    first = m.num_layers
     of_modules = tuple(range(first, first + m.mtp_depth))
     for name, where in names.modules.items() if m.mtp_depth else ():
         shape = specs[f"mtp/{name}"].shape[1:]
@@ -101,12 +100,10 @@ def unnamed(names: Names, m: Model) -> list[str]:
 
 def _stacks(m: Model) -> Iterator[tuple[str, Layer, tuple[int, ...]]]:
     """Yield the layers of each name, and of modules: one of them, and the places of all."""
-    model = m
-    for stack, layers in model.stacks.items():
-        places = tuple(i for i, layer in enumerate(model.layers) if layer.name == stack)
-        yield stack, layers[0], places
+    for stack, layers in m.stacks.items():
+        yield stack, layers[0], m.places_of(stack)
     if m.mtp_depth:
-        first = len(model.layers)
+        first = m.num_layers
         yield "mtp", m.module_layer, tuple(range(first, first + m.mtp_depth))
 
 
