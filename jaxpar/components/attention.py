@@ -138,6 +138,9 @@ class Attention(Mixer):
         rule = "needs a gain: heads that are normalized together have one each"
         fixes = (("qk_norm.over", "head"), ("qk_norm.gain", True))
         yield DimRule("qk_norm.over", norm.gain or norm.over == "head", rule, fixes)
+        ok = not (self.keys_as_values and self.bias)
+        rule = "is not supported with keys_as_values: values have no projection"
+        yield DimRule("bias", ok, rule, (("bias", False), ("keys_as_values", False)))
         ok = self.growth is None or self.rope is None
         rule = "is for layers without a rotary embedding, but rope is set"
         yield DimRule("growth", ok, rule, (("growth", None), ("rope", None)))

@@ -73,6 +73,11 @@ CASES = [
         "--model.norm.offset True --model.norm.kind layer",
         ["offset = True: needs"],
     ),
+    (
+        "quickstart",
+        "--model.layers.mixer.bias True --model.layers.mixer.keys-as-values True",
+        ["bias = True: is not supported with keys_as_values"],
+    ),
     ("quickstart", "--model.logits-softcap 0.0", ["logits_softcap = 0.0: must be above 0"]),
     (
         "nemotron_h_8b",
