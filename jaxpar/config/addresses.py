@@ -63,7 +63,7 @@ def unknown_in_model(cfg: Config, path: str, value: Any) -> ConfigError:
     names = {one.rpartition(".")[2] for one in every}
     similar = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
     near = [one for one in every if one.rpartition(".")[2] in (name, *similar)][:2]
-    near = near or difflib.get_close_matches(path, every, n=2, cutoff=0.6) or every[:1]
+    near = near or difflib.get_close_matches(path, every, n=1, cutoff=0)
     ways = ", or ".join(flag(one, value) if value != "" else flag(one) for one in near)
     return ConfigError(path, value, "is not a field of the model or of its layers", f"use {ways}")
 

@@ -40,7 +40,7 @@ MIXERS = {
     "mamba": Mamba2(num_heads=32, num_groups=2, head_dim=4, state_size=8, **_ALIKE),
 }
 KINDS = {
-    name: {"model__norm_eps": 0.1, "model__layers": [Layer("recurrent", mixer, Glu(96)), LAYER]}
+    name: {"model__norm__eps": 0.1, "model__layers": [Layer("recurrent", mixer, Glu(96)), LAYER]}
     for name, mixer in MIXERS.items()
 }
 
