@@ -185,7 +185,8 @@ class Trainer:
                 weights_from=to_json(run.weights_from),
             ) as saver,
         ):
-            saver.save(state, step, run.loader.sizes_of_steps.tokens_before(step))
+            tokens = run.loader.sizes_of_steps.tokens_before(step)
+            saver.save(state, step, tokens, position=run.loader.position(step))
         self._own_steps.add(step)
         return checkpoint.folder(run.dir) / str(step)
 

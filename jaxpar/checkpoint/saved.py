@@ -97,6 +97,8 @@ class Saved:
     """The weights that the run takes from other runs (`training/chosen.py`), by field."""
     callbacks: dict[str, str] = field(default_factory=dict)
     """The state of each callback (`training/callbacks/`) by its key, as JSON."""
+    position: str = ""
+    """Where a data source with `next` goes on (`data/own.py`), as JSON; empty for other data."""
 
     def __str__(self) -> str:
         return f"the checkpoint of step {self.step}"

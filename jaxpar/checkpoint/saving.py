@@ -145,12 +145,13 @@ class Checkpointer:
         tokens_seen: int,
         best: Best | None = None,
         callbacks: Mapping[str, str] = MappingProxyType({}),
+        position: str = "",
     ) -> bool:
         """Start saving. Training may continue, and donate the state, as soon as this returns.
 
         Args:     state: the running state, sharded as `state.state_shardings`. step: optimizer
                   steps taken. tokens_seen: tokens trained on, counted on the host. best: the best
-              evaluation so far, whose checkpoint is kept. callbacks: as in `Saved`.
+              evaluation so far, whose checkpoint is kept. callbacks, position: as in `Saved`.
         Returns:  whether a save has begun: not if the step is saved already, or if the save failed
                   immediately.
         Raises:   SaveFailed when more saves in a row have failed than allowed.
@@ -163,6 +164,7 @@ class Checkpointer:
         began = time.perf_counter()
         tree = snapshot(state, self._cfg).saved
         about = self._about | {"tokens_seen": int(tokens_seen), "callbacks": dict(callbacks)}
+        about["position"] = position
         if best is not None:
             about["best"] = dataclasses.asdict(best)
             self.keep_best(best)

@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.json_reader import UnreadableJson
 from jaxpar.config.lists.mixture import WeightsFrom, stages
 from jaxpar.config.lists.step_sizes import (
     StepSizes,
@@ -27,7 +28,7 @@ from jaxpar.config.values import require_code
 from jaxpar.data.formats.meta import PAIRS, TRAIN
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.mixture import BLOCK, StagedMixture
-from jaxpar.data.own import checked
+from jaxpar.data.own import DataSource, Positions, checked, iterates
 from jaxpar.data.packing import document_begins, max_documents, num_sequences, pack, stretches
 from jaxpar.data.shuffle import sequence_order
 from jaxpar.data.skips import SkippedBatches
@@ -74,6 +75,10 @@ class Loader:
         self._own: Any = cfg.data.source if split == TRAIN else None
         require_code(cfg, ["data.source"])
         self._sharding, self.sizes = NamedSharding(mesh, BATCH_SPEC), step_sizes(self._cfg)
+        self._positions: Positions | None = None
+        if isinstance(self._own, DataSource) and iterates(self._own):
+            most = cfg.data.prefetch + 2  # those ahead, also if the next batch fails
+            self._positions = Positions(self._own, cfg.train.seed, self._shape_of, most)
         lengths = sorted({size.length for size in self.sizes.sizes})
         shapes = [(size.rows, size.length) for size in self.sizes.sizes]
         self._rows = {shape[0]: _rows_of_this_process(self._sharding, shape) for shape in shapes}
@@ -147,10 +152,41 @@ class Loader:
         """Return the epochs of each source in the first num_steps steps, by path."""
         if self._own is not None:
             return {}
-        batches = self.skipped.batch_of(num_steps - 1) + 1 if num_steps else 0
+        batches = self._batches_before(num_steps)
         taken = self._mixture.taken(sequences_before(self._cfg, batches))
         paths = [source.dataset.name for source in self.sources]
         return dict(zip(paths, (taken / self.sequences_per_epoch).tolist(), strict=True))
+
+    def _batches_before(self, step: int) -> int:
+        """Return the number of batches, with those skipped between them, of the first steps."""
+        return self.skipped.batch_of(step - 1) + 1 if step else 0
+
+    def position(self, step: int) -> str:
+        """Return where a source with `next` goes on after some steps, for a checkpoint of them.
+
+        Batches that are prefetched do not count. Other data has no position: "".
+        """
+        return self._positions.before(self._batches_before(step)) if self._positions else ""
+
+    def go_on(self, position: str | None, where: str = "") -> None:
+        """Go on from a position of `position`. None: from the start.
+
+        Args:     where: what has the position, for errors.
+        Raises:   ConfigError for a position that is missing, or damaged, or not for the source.
+        """
+        if position is not None and bool(position) != bool(self._positions):
+            rule = f"defines next, but {where} has no state for it"
+            if position:
+                rule = f"defines __call__, but {where} is of one with next"
+            fix = "use a new run.dir, or the source as it was"
+            raise ConfigError("data.source", type(self._own).__name__, rule, fix)
+        if self._positions is not None:
+            try:
+                self._positions.go_on(position or "")
+            except UnreadableJson as error:
+                rule = f"{where} has a state that cannot be read ({error})"
+                fix = "delete that checkpoint, to resume from the one before, or use a new run.dir"
+                raise ConfigError("data.source", type(self._own).__name__, rule, fix) from error
 
     @property
     def sizes_of_steps(self) -> StepSizes:
@@ -183,13 +219,20 @@ class Loader:
         batch = self.skipped.batch_of(step)
         length = self.sizes.at(batch).length
         if self._own is not None:
-            shape = self.sizes.at(batch).rows, length
-            made = self._own(self._cfg.train.seed, batch, shape)
+            shape = self._shape_of(batch)
+            if self._positions is not None:
+                made = self._positions.made(batch)
+            else:
+                made = self._own(self._cfg.train.seed, batch, shape)
             made = checked(self._own, made, shape, self._cfg)
             return self._ordered(jax.tree.map(lambda a: a[rows], made), length)
         numbers, pieces = np.divmod(np.asarray(rows, np.int64), self._cfg.data.seq_len // length)
         numbers += sequences_before(self._cfg, batch)
         return self._ordered(self._packed_sequences(numbers, pieces, length), length)
+
+    def _shape_of(self, batch: int) -> tuple[int, int]:
+        _, rows, length = self.sizes.at(batch)
+        return rows, length
 
     def _ordered(self, packed: Batch, length: int) -> Batch:
         """Put the tokens of host rows into the order of the sequence axis."""

@@ -120,6 +120,7 @@ class MemoryCheckpointer:
         skipped: SkippedBatches,
         best: Best | None = None,
         callbacks: Mapping[str, str] = MappingProxyType({}),
+        position: str = "",
     ) -> bool:
         """Copy the state. Training may continue, and donate it, as soon as this returns.
 
@@ -137,6 +138,7 @@ class MemoryCheckpointer:
         tree = snapshot(state, self._cfg).saved
         about = self._about | {"skipped_batches": skipped.ranges, "rewinds": skipped.rewinds}
         about |= metadata_of(tree, tokens_seen) | {"callbacks": dict(callbacks)}
+        about["position"] = position
         about |= {} if best is None else {"best": dataclasses.asdict(best)}
         group, self._number = Group(step, self.session, self._number), self._number + 1
         try:

@@ -119,6 +119,7 @@ def train(run: Run, watch: Watchdog, records: RunRecords, store: "RunInStore | N
                 store.bring_newest()
             state, step = rewind(run.cfg, run.mesh, run.loader, run.initial.again, found, log)
             saved = None if step is None else checkpoint.read_saved(run.dir, step)
+            run.go_on_from(saved)
             start = Start(state, step, saved)
             spent.goes_on_from(step or 0)
     events = read_events(run.dir)

@@ -129,6 +129,7 @@ class Run:
                 if path != layers.FIELD  # whose places are printed
             }
             loader.skipped = loader.skipped.and_also(saved.skipped_batches, saved.rewinds)
+            loader.go_on(saved.position, str(saved))
             check_steps(cfg, saved.step)
         weights_from = dict(weights.choose(cfg, saved) if chosen is None else chosen)
         initial = InitialWeights(cfg, weights_from, saved)
@@ -233,6 +234,7 @@ class Run:
         began, resumed = time.perf_counter(), self.first_step
         with stage("making the weights" if resumed is None else f"restoring step {resumed}"):
             start, what = self._initial_or_saved()
+            self.go_on_from(start.saved)  # an earlier one, if the arrays of another are damaged
             jax.block_until_ready(start.state)
         log(f"{what} in {time.perf_counter() - began:.1f} s")
         self.startup.ended("weights" if resumed is None else "checkpoint")
@@ -245,6 +247,10 @@ class Run:
             self.prepare_reference(start.state if resumed is None else None)
             self.startup.ended("reference")
         return start
+
+    def go_on_from(self, saved: checkpoint.Saved | None) -> None:
+        """Have the data go on from where a state was saved; None: from the start."""
+        self.loader.go_on(None if saved is None else saved.position, str(saved))
 
     def taught(self, batch: Batch) -> Batch:
         """Return a batch with what the step needs of the teacher, if there is one."""

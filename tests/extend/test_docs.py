@@ -92,6 +92,31 @@ def test_the_page_of_runs(trainer_of):
     assert len((Path(low.cfg.run.dir) / "loss.csv").read_text().split()) == 6
 
 
+def test_the_source_that_iterates_on_the_page_of_runs(trainer_of, tmp_path):
+    """A row is a line; what is saved goes on behind its steps, whatever was prefetched."""
+    lines = [b"%d: %s\n" % (i, b"ab" * i) for i in range(21)]
+    (tmp_path / "lines").write_bytes(b"".join(lines))
+    source = import_file(str(written("runs", tmp_path))).Lines(path=str(tmp_path / "lines"))
+    fields = {"data.source": source, "train.num_steps": 4, "checkpoint.every": 2}
+    trainer = trainer_of(**fields)
+    state, rows, length = trainer.init(), trainer.cfg.train.global_batch_size, 32
+    for step, batch in enumerate(trainer.batches(state, 4)):
+        if step == 3:
+            trainer.save(state)
+            break
+        state, _ = trainer.step(state, batch)
+    again = trainer_of(**fields)
+    (resumed,) = again.batches(again.load(), 1)
+    for found in (batch, resumed):
+        for row in range(rows):
+            line = np.frombuffer(lines[(3 * rows + row) % len(lines)], np.uint8)[: length + 1]
+            wanted = np.full(length, -1)
+            wanted[: len(line) - 1] = line[1:]
+            np.testing.assert_array_equal(np.asarray(found.labels)[row], wanted)
+            tokens = np.asarray(found.tokens)[row][: len(line) - 1]
+            np.testing.assert_array_equal(tokens, line[: len(tokens)])
+
+
 def test_another_source_does_not_resume(trainer_of):
     fields = {"train.num_steps": 2, "checkpoint.every": 1}
     trainer = trainer_of(**fields)

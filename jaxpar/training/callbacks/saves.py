@@ -76,6 +76,7 @@ class MemoryCopies(RunCallback):
             loader.skipped,
             self.judge.best,
             states_of(self.others, at),
+            loader.position(at.step),
         )
 
 
@@ -135,9 +136,10 @@ class Checkpoints(RunCallback):
 
     def _save(self, at: Progress) -> None:
         self.records.before_save()
-        tokens = self.run.loader.sizes_of_steps.tokens_before(at.step)
-        states = states_of(self.others, at)
-        self.saver.save(at.state, at.step, tokens, self.judge.best, states)
+        loader, states = self.run.loader, states_of(self.others, at)
+        tokens = loader.sizes_of_steps.tokens_before(at.step)
+        position = loader.position(at.step)
+        self.saver.save(at.state, at.step, tokens, self.judge.best, states, position)
 
     def close(self, at: Progress, error: BaseException | None) -> None:
         if error is None:
