@@ -337,9 +337,13 @@ def by_path(config: dict[str, Any]) -> dict[str, Any]:
 #: Sections within a section, which are never None.
 _WITHIN = [p for p, hint in field_types().items() if "." in p and section_of(hint) is hint]
 
+#: Fields of the model that may change when a run resumes.
+FREE_MODEL_FIELDS = {"init_std"}
+
 #: Fields of the model beside its layers: a new value would change shapes, or its function.
 MODEL_FIELDS = tuple(
     path
     for path in by_path(to_values(Config()))
-    if path.startswith("model.") and path not in (layers.FIELD, "model.init_std")
+    if path.startswith("model.")
+    and path not in (layers.FIELD, *(f"model.{name}" for name in FREE_MODEL_FIELDS))
 )

@@ -6,19 +6,15 @@ An address begins with the name of a layer, or with a star for each; a star stan
 """
 
 import dataclasses
-import difflib
 from collections.abc import Callable
 from typing import Any
 
 from jaxpar.components.model import in_words, repetition, with_length
 from jaxpar.config.errors import ConfigError
-from jaxpar.config.fields import ALIASES, flag, leaf_paths, value_of
-from jaxpar.config.layers import FIELD, addressed, all_paths, type_at, with_value
+from jaxpar.config.fields import LENGTH, flag, unknown_field, value_of
+from jaxpar.config.layers import addressed, all_paths, type_at, with_value
 from jaxpar.config.rules.type_check import describe, fits
 from jaxpar.config.schema import Config
-
-#: The number of layers, which is no field: an option that repeats or cuts the list.
-LENGTH = "model.num_layers"
 
 #: Most layers of a list that an option repeats.
 MOST = 10_000
@@ -42,7 +38,8 @@ def with_addressed(cfg: Config, path: str, read: Callable[[Any], Any]) -> Config
         return _of_length(cfg, read(int))
     found = list(addressed(layers, path.split(".")[1:]))
     if not found:
-        raise unknown_in_model(cfg, path, read(str))
+        text = read(str)
+        raise unknown_field(path, text, lambda near: flag(near, text), cfg)
     for at, old in found:
         hint = type_at(layers, at)
         value = read(hint)
@@ -52,20 +49,6 @@ def with_addressed(cfg: Config, path: str, read: Callable[[Any], Any]) -> Config
             raise ConfigError(at, value, f"must be {describe(hint)}", fix)
         layers = with_value(layers, at, value)
     return dataclasses.replace(cfg, model=cfg.model.with_layers(layers))
-
-
-def unknown_in_model(cfg: Config, path: str, value: Any) -> ConfigError:
-    """Return the error for a path of `model` that is no field, with the most similar ones."""
-    beside = [one for one in leaf_paths() if one.startswith("model.") and one != FIELD]
-    every = [*all_paths(cfg.model.layers), *beside, LENGTH]
-    name = path.rpartition(".")[2]
-    name = ALIASES.get(name, name).rpartition(".")[2]
-    names = {one.rpartition(".")[2] for one in every}
-    similar = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
-    near = [one for one in every if one.rpartition(".")[2] in (name, *similar)][:2]
-    near = near or difflib.get_close_matches(path, every, n=1, cutoff=0)
-    ways = ", or ".join(flag(one, value) if value != "" else flag(one) for one in near)
-    return ConfigError(path, value, "is not a field of the model or of its layers", f"use {ways}")
 
 
 def value_at(cfg: Config, path: str) -> Any:

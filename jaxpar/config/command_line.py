@@ -17,7 +17,7 @@ from types import NoneType
 from typing import Any
 
 from jaxpar.config import Config, ConfigError, default_of, flag, replace, value_of
-from jaxpar.config.addresses import addresses_layers, unknown_in_model, with_addressed
+from jaxpar.config.addresses import addresses_layers, with_addressed
 from jaxpar.config.code import take_code, with_code
 from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.explain import collected
@@ -205,9 +205,10 @@ def _pairs(args: Sequence[str], cfg: Config) -> Iterator[tuple[str, str]]:
             if f"--{name}" in _NOT_OPTIONS and _is_config(text):
                 rule = f"is CONFIG, the first argument, and no value of --{name}"
                 raise ConfigError("command line", text, rule, f"use {text} in place of CONFIG")
-            if path.startswith("model."):
-                raise unknown_in_model(cfg, path, "" if missing else text)
-            raise unknown_field(path, "" if missing else text, flag)
+            value = "" if missing else text
+            shown = flag if missing else functools.partial(flag, value=value)
+            in_model = path.startswith("model.")
+            raise unknown_field(path, value, shown if in_model else flag, cfg)
         if missing and path not in field_types():
             raise ConfigError(path, "", "needs a value", f"use {flag(path)} VALUE")
         if missing:

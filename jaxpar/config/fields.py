@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxpar.components.ranges import Range, Reals, declared_range
 from jaxpar.config.errors import ConfigError
+from jaxpar.config.layers import FIELD, all_paths
 from jaxpar.config.schema import Config
 
 
@@ -150,25 +151,38 @@ ALIASES = {
 }
 
 
-def unknown_field(path: str, value: Any, show: Callable[[str], str] = str) -> ConfigError:
+#: The number of layers, which is no field: an option that repeats or cuts the list.
+LENGTH = "model.num_layers"
+
+#: Most fields that an error names for one that does not exist.
+MOST_NAMED = 3
+
+
+def unknown_field(
+    path: str, value: Any, show: Callable[[str], str] = str, cfg: Config | None = None
+) -> ConfigError:
     """Return the error for a path that is not a field, with the most similar fields.
 
-    Args:     show: formats a path for the message.
+    Args:     show: formats a path for the message. cfg: whose layers have fields, too.
     """
     section, _, name = path.rpartition(".")
-    names = {known: known.rpartition(".")[2] for known in leaf_paths()}
-    beside = [known for known in names if known.startswith(section + ".")]
-    meant = [ALIASES[name]] if name in ALIASES else []
-    meant = meant or [known for known in names if names[known] == name]
+    of_layers = () if cfg is None else (*all_paths(cfg.model.layers), LENGTH)
+    known = [one for one in leaf_paths() if one != FIELD or cfg is None]
+    names = {one: one.rpartition(".")[2] for one in (*of_layers, *known)}
+    beside = [one for one in names if one.startswith(section + ".")]
+    alias = ALIASES.get(name, "")
+    name = alias.rpartition(".")[2] or name
+    meant = [alias] if alias in names else [one for one in names if names[one] == name]
+    meant = meant or [alias] * bool(alias)
     if not meant and beside:
-        near = difflib.get_close_matches(name, [names[known] for known in beside], n=1)
-        meant = [known for known in beside if names[known] in near]
+        near = difflib.get_close_matches(name, [names[one] for one in beside], n=1)
+        meant = [one for one in beside if names[one] in near]
     elif not meant:
         meant = difflib.get_close_matches(path, names, n=1)
     if meant:
-        fix = "use " + " or ".join(map(show, meant))
+        fix = "use " + " or ".join(map(show, meant[:MOST_NAMED]))
     elif beside:
-        near = difflib.get_close_matches(name, [names[known] for known in beside], n=3, cutoff=0)
+        near = difflib.get_close_matches(name, [names[one] for one in beside], n=3, cutoff=0)
         best = ", ".join(show(f"{section}.{one}") for one in near)
         fix = f"use one of {best}, or see --help {section.partition('.')[0]}"
     else:
@@ -198,7 +212,6 @@ def replace(cfg: Config, **values: Any) -> Config:
     """
     from jaxpar.config.addresses import (  # which imports this
         addresses_layers,
-        unknown_in_model,
         with_addressed,
     )
 
@@ -207,9 +220,8 @@ def replace(cfg: Config, **values: Any) -> Config:
             cfg = with_addressed(cfg, path, functools.partial(_as_given, value))
             continue
         if path not in field_types():
-            in_model = path.startswith("model.")
-            raise unknown_in_model(cfg, path, value) if in_model else unknown_field(path, value)
-        if path == "model.layers":
+            raise unknown_field(path, value, cfg=cfg)
+        if path == FIELD:
             cfg = dataclasses.replace(cfg, model=cfg.model.with_layers(value))
             continue
         cfg = _replaced(cfg, path.split("."), value)

@@ -12,10 +12,9 @@ from typing import Any
 
 from jaxpar.components.model import Layer
 from jaxpar.config import Config, ConfigError, default_of, flag, value_of
-from jaxpar.config.addresses import LENGTH
 from jaxpar.config.command_line import as_called
 from jaxpar.config.config_file import known_configs, load_config
-from jaxpar.config.fields import field_types, leaf_paths, meanings, section_of
+from jaxpar.config.fields import LENGTH, field_types, leaf_paths, meanings, section_of
 from jaxpar.config.layers import FIELD, all_paths, type_at
 from jaxpar.config.option_fields import Declared, Forms, config_field, declared, only_fields
 from jaxpar.config.rules.paths import is_address

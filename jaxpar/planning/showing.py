@@ -57,7 +57,8 @@ def show_plan(console: Console, plan: Plan, chosen: Sequence[Layout]) -> None:
         f"{legal:,} legal layouts on {hardware_in_words(cluster)}: {fits:,} fit "
         f"{plan.usable / GIB:.1f} GiB per GPU"
     )
-    if layers := next((layout.cfg.model.layers for layout in chosen), ()):
+    layers = next((layout.cfg.model.layers for layout in chosen), ())
+    if len(set(layers)) > 1:
         console.print(f"layers: {in_words_of_layers(layers)}")
     console.print(_ranking(chosen))
     detail = chosen[:IN_DETAIL]

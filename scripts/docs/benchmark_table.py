@@ -155,7 +155,7 @@ def row(name: str, card: dict[str, Any]) -> str:
     """Return the row of a card."""
     c, rate, step = card["config"], card["tokens_per_second_per_device"], card["step_seconds"]
     cells = [
-        card,
+        model_of(card),
         mesh_of(card),
         f"{c['train.global_batch_size']}",
         how(card),
@@ -180,7 +180,7 @@ def table() -> str:
     for name, card in cards():
         if name in BESIDE:
             continue
-        model, cells = card, row(name, card)
+        model, cells = model_of(card), row(name, card)
         # A model is named in the first of its rows.
         rows.append(cells.replace(f"| {model} |", "| |", 1) if model == before else cells)
         before = model
@@ -226,7 +226,7 @@ def versus(few: bool = False) -> str:
         rate, peer = (each["tokens_per_second_per_device"] for each in (card, theirs))
         float8 = ", float8" if few and is_float8(card) else ""
         more = [] if few else [f"{card['config']['train.global_batch_size']}", how(card)]
-        cells = [card, mesh_of(card, named=few) + float8, *more]
+        cells = [model_of(card), mesh_of(card, named=few) + float8, *more]
         cells += [f"[{rate:,.0f}]({folder}{name}.json)", f"[{peer:,.0f}]({folder}{other}.json)"]
         cells += [
             f"{rate / peer:.2f}",

@@ -1,7 +1,6 @@
 """`--help`: one page, one section, or every field."""
 
 import ast
-import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -10,11 +9,11 @@ import pytest
 
 from jaxpar import components, config
 from jaxpar.commands import call
-from jaxpar.config import ConfigError, flag, schema
+from jaxpar.config import Config, ConfigError, flag, schema
 from jaxpar.config.config_file import known_configs, load_config
-from jaxpar.config.fields import field_types, leaf_paths
+from jaxpar.config.fields import LENGTH, field_types, leaf_paths
 from jaxpar.config.help import SECTIONS
-from jaxpar.config.layers import BESIDE, all_paths
+from jaxpar.config.layers import FIELD, all_paths
 
 
 def documentation() -> dict[str, str]:
@@ -61,14 +60,15 @@ def test_help_is_one_page_that_names_the_rest(name, capsys):
     assert f"(default: {num_steps})" in " ".join(shown.split())
 
 
+def config_of(name: str) -> Config:
+    """A config by name; that of no name has the defaults."""
+    return load_config(name) if name else Config()
+
+
 def paths_of(name: str) -> set[str]:
     """The fields that the help of a config lists: those of layers by their addresses."""
-    layers = load_config(name).model.layers if name else ()
-    flags = {f"model.{field.name}" for field in dataclasses.fields(config.Model)}
-    flags -= {f"model.{field}" for field in BESIDE}
-    hidden = {*flags, "model.layers"} if layers else set()
-    shown = {path for path in field_types() if ".".join(path.split(".")[:2]) not in hidden}
-    return shown | set(all_paths(layers))
+    hidden = {FIELD, "model.norm"}  # whose fields are listed
+    return {LENGTH, *field_types().keys() - hidden, *all_paths(config_of(name).model.layers)}
 
 
 @pytest.mark.parametrize("name", ["", "llama_1b", "quickstart_hybrid"])
@@ -96,7 +96,7 @@ def test_help_documents_every_field(args, capsys):
     paths = [path for path in leaf_paths() if path in shown]
     missing = [
         path
-        for path in (*paths, *all_paths(load_config(name).model.layers if name else ()))
+        for path in (*paths, *all_paths(config_of(name).model.layers))
         if flag(path) + " " not in text
     ]
     assert not missing

@@ -311,11 +311,11 @@ def test_an_unknown_field_is_refused_with_what_was_meant(path, fix):
 
 def test_an_unknown_field_in_json_is_refused_with_what_was_meant():
     saved = json.loads(to_json(Config()))
-    saved["model"]["num_layer"] = 3
+    saved["model"]["vocab_sise"] = 3
     with pytest.raises(ConfigError) as caught:
         from_json(json.dumps(saved))
-    fix = "remove it, or use model.num_layers"
-    assert str(caught.value) == f"model.num_layer = 3: is not a field of the config. Fix: {fix}."
+    fix = "remove it, or use model.vocab_size"
+    assert str(caught.value) == f"model.vocab_sise = 3: is not a field of the config. Fix: {fix}."
     with pytest.raises(ConfigError, match=r"^extra = \{\}: is not a field"):
         from_json('{"extra": {}}')
     with pytest.raises(ConfigError, match=r"^model.mup.x = 1: is not a field"):

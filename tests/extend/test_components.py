@@ -432,7 +432,7 @@ def test_layers_may_be_named_layers():
     ("option", "value", "message"),
     [
         ("--model.local.mixer.num-head", "8", "num_head.*use --model.local.mixer.num-heads"),
-        ("--model.block.mixer.num-heads", "8", "not a field of the model's layers"),
+        ("--model.block.mixer.num-heads", "8", "not a field of the config"),
         ("--model.local.mixer.num-heads", "many", "num_heads = 'many'.*must be"),
         ("--model.num-heads", "8", r"num_heads.*--model\.local\.mixer\.num-heads"),
         (

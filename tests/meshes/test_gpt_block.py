@@ -105,7 +105,7 @@ def test_gradients(mesh, values, devices):
         ),
         (RELU | {"lora.rank": 2}, r"lora\.targets = .*: must be names from .*up_proj"),
         (LAYER_NORM | {"model.layers.norms": "around"}, r"norms = 'around': must be before with"),
-        (LAYER_NORM | {"model.norm.offset": True}, r"norm_offset = True: needs .* rms"),
+        (LAYER_NORM | {"model.norm.offset": True}, r"offset = True: needs .* rms"),
         (ONE_NORM | {"model.layers.norms": "after"}, r"'one_norm': needs a norm before the branch"),
         (
             PARALLEL_LLAMA | {"parallel.row_groups": 2},

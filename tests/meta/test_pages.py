@@ -14,7 +14,7 @@ import pytest
 from jaxpar.commands import call
 from jaxpar.config.command_line import members
 from jaxpar.config.config_file import known_configs, load_config
-from jaxpar.config.fields import field_types
+from jaxpar.config.fields import LENGTH, field_types
 from jaxpar.config.layers import all_paths
 from jaxpar.config.model_source import FAMILY, FROM
 from jaxpar.config.serialize import to_json
@@ -162,8 +162,8 @@ def test_fields_that_other_systems_options_are_compared_with_exist():
     layers = [
         layer for name in known_configs().split(", ") for layer in load_config(name).model.layers
     ]
-    below = {path.split(".", start)[-1] for path in all_paths(layers) for start in (2, 3, 4)}
-    assert not named - set(field_types()) - below
+    below = {path.split(".", start)[-1] for path in all_paths(layers) for start in (2, 3, 4, 5)}
+    assert not named - set(field_types()) - below - {LENGTH}
 
 
 def choices(field: str) -> list[str]:
@@ -186,7 +186,8 @@ def test_values_that_other_systems_options_are_compared_with_exist():
 
 def test_flags_in_running_text_are_of_the_config():
     sections = {path.partition(".")[0] for path in field_types()}
-    known = field_types().keys() | {option.removeprefix("--") for option in (FROM, FAMILY)}
+    options = (option.removeprefix("--") for option in (FROM, FAMILY))
+    known = {*field_types(), LENGTH, *options}
     unknown = []
     for page in (ROOT / "docs").rglob("*.md"):
         if page.parent.name == "experiments" or page.name == "coming_from.md":

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxpar.config import Config, ParallelConfig, replace
+from jaxpar.config import Attention, Config, Glu, Layer, Model, ParallelConfig, replace
 from jaxpar.config.validate import resolve
 from jaxpar.execution.decisions import execution_of
 from jaxpar.kernels.platform import Platform
-from jaxpar.model import attention_context, layer
+from jaxpar.model import attention_context
 from jaxpar.parallel.tensor import permutes
 from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.sharding.axes import AXES, TENSOR
@@ -93,9 +93,9 @@ def shapes_of(jaxpr):
 
 def shapes_in_a_layer(devices, tensor: int, **fields) -> set[tuple[int, ...]]:
     """Of a layer's forward and backward on one device."""
-    sizes = {"d_model": D, "num_heads": 4, "num_kv_heads": 4, "head_dim": 4, "d_ff": F}
-    model = {f"model.{name}": value for name, value in sizes.items()}
-    batch_size = {"data.seq_len": T, "train.global_batch_size": B, "model.num_layers": 2}
+    block = Layer("layers", Attention(num_heads=4, num_kv_heads=4, head_dim=4), Glu(F))
+    model = {"model": Model(d_model=D, vocab_size=512, layers=[block] * 2)}
+    batch_size = {"data.seq_len": T, "train.global_batch_size": B}
     parallel = {"parallel.tensor": tensor, "parallel.layer_loop": "unroll"}
     cfg = replace(small_config.float32(Config()), **model, **batch_size, **parallel, **fields)
     cfg = resolve(cfg, tensor * cfg.parallel.pipeline)

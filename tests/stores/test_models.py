@@ -1,6 +1,5 @@
 """Models in a store: runs to start from, teachers, published models, and exports to addresses."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +9,7 @@ from safetensors.numpy import load_file
 from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.rules.paths import local_folder
+from jaxpar.config.serialize import to_json
 from jaxpar.convert.hf.importing import open_source
 from jaxpar.convert.peft.exporting import base_of
 from jaxpar.convert.shape import model_from
@@ -39,7 +39,7 @@ def run(address, tmp_path, devices) -> Config:
     """A run with a checkpoint, in the store: its config. Its folder may be damaged."""
     cfg, _ = save_run(tmp_path, devices)
     folder = Path(cfg.run.dir)
-    (folder / "config.json").write_text(json.dumps(cfg, default=vars))
+    (folder / "config.json").write_text(to_json(cfg))
     (folder / "metrics.jsonl").write_text("")
     with mirrored(address, folder):
         pass

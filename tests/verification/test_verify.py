@@ -260,7 +260,7 @@ def test_print_config_compares_nothing(use, capsys):
     with pytest.raises(SystemExit) as stop:
         call("verify", [*use, *TINY[:1], "--model.num-layers", "2", "--print-config"])
     assert stop.value.code == 0
-    assert json.loads(capsys.readouterr().out)["model"]["num_layers"] == 2
+    assert json.loads(capsys.readouterr().out)["model"]["layers"]["order"] == [0, 0]
 
 
 def test_help_documents_every_option(capsys):

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,18 @@ from jaxpar.tools.bench.command import config_of
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-WITH_EXPERTS = ["--model.num-experts", "4", "--model.num-layers", "1", "--train.log-every", "1"]
+WITH_EXPERTS = ["--model.num-layers", "1", "--train.log-every", "1"]
+
+
+@pytest.fixture
+def config_file(config_file, tmp_path) -> str:
+    """A config file whose layers have four experts."""
+    file = tmp_path / "experts.py"
+    text = Path(config_file).read_text("utf-8").replace("def get_config", "def dense")
+    experts = "Experts(expert=Glu(64), num_experts=4, experts_per_token=2)"
+    change = f'{{"model.layers.feed_forward": {experts}}}'
+    file.write_text(f"{text}\ndef get_config():\n    return replace(dense(), **{change})\n")
+    return str(file)
 
 
 @pytest.mark.slow  # quicker: meshes/test_recorded_routing.py
