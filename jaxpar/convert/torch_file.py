@@ -20,7 +20,7 @@ from jaxpar.components.component import Term
 from jaxpar.components.model import Layer, Model
 from jaxpar.config import ConfigError
 from jaxpar.config.code import with_code
-from jaxpar.config.layers import OURS
+from jaxpar.config.layers import OURS, check_layers
 from jaxpar.config.names import name_of
 from jaxpar.config.packages import require_package
 from jaxpar.config.schema.optimizer import TRAINED, Weights
@@ -67,6 +67,7 @@ def open_export(
     """
     saved = checkpoint.read_saved(run, step)
     cfg = with_code(checkpoint.load_config(run, saved.step), code)
+    check_layers(cfg.model.layers)
     return exporting.open_checkpoint(run, saved.step, cfg, dtype, weights)
 
 
