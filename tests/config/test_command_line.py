@@ -135,7 +135,7 @@ Fix: use --model.layers.mixer.window None.
     model.layers.mixer.rope.scaling = '8': must be a RopeScaling or None. \
 Fix: use --model.layers.mixer.rope.scaling None.
 --model.num-heads 8
-    model.num_heads = '8': is not a field of the model or of its layers. \
+    model.num_heads = '8': is not a field of the config. \
 Fix: use --model.layers.mixer.num-heads 8.
 --train 5 --train.num-steps 3
     train = '5': must be a TrainConfig. Fix: use --train.num-steps 1000.
