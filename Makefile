@@ -55,7 +55,8 @@ soak: install ## Kills, and resumes in every mesh and number of processes (SOAK_
 .PHONY: test-gpu
 test-gpu: install-gpu ## Tests that need an NVIDIA GPU
 	@echo "==> GPU tests: those of one GPU, eight workers on each"
-	@$(PY) -m pytest -m "gpu and not several_gpus" -n $$((8 * $$(nvidia-smi --list-gpus | wc -l)))
+	@$(PY) -m pytest -m "gpu and not several_gpus" --maxschedchunk 1 \
+	  -n $$((8 * $$(nvidia-smi --list-gpus | wc -l)))
 	@echo "==> GPU tests: those that take all GPUs"
 	@$(PY) -m pytest -m "gpu and several_gpus"
 
