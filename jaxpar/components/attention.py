@@ -84,6 +84,17 @@ class Attention(Mixer):
         """
         raise NotImplementedError
 
+    def attending(self, q: Any, k: Any, v: Any, w: Any) -> tuple[Any, Any, Any]:
+        """Return queries, keys and values as they attend. A field or a weight may change them here.
+
+        Training on meshes, generation and the plain form call it, with arrays of JAX. Their dtype
+        is kept: weights that are no matrices are float32.
+
+        Args:     q: [B, T, H, K], this tensor rank's heads, after their norm and RoPE. k, v:
+                  [B, T, G, K]. w: its weights of the layer, by name.
+        """
+        return q, k, v
+
     @property
     def rotary_dims(self) -> int:
         """Dims of each head that the rotary embedding turns."""
@@ -190,7 +201,13 @@ class Attention(Mixer):
     @property
     def has_own_heads(self) -> bool:
         """Whether a subclass defines another function of queries and keys."""
-        return type(self).heads is not Attention.heads
+        return "heads" in self.own_methods
+
+    @property
+    def own_methods(self) -> tuple[str, ...]:
+        """The parts of the computation that a subclass defines."""
+        names = ("heads", "attending")
+        return tuple(n for n in names if getattr(type(self), n) is not getattr(Attention, n))
 
     @property
     def attention_heads(self) -> Heads:

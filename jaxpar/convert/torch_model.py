@@ -168,7 +168,7 @@ def seen_keys(a: Any, positions: Tensor, segments: Tensor) -> Tensor:
 
 
 class TorchAttention(TorchComponent):
-    """Softmax attention with grouped queries. A subclass may have other `heads`."""
+    """Softmax attention with grouped queries. A subclass may have other `heads` or `attending`."""
 
     def forward(self, x: Tensor, weights: Weights, positions: Tensor, segments: Tensor) -> Tensor:
         w, eps = weights, self.model.norm.eps
@@ -182,11 +182,16 @@ class TorchAttention(TorchComponent):
         if self.qk_norm and not self.qk_norm.gain and self.rope:
             q, k = unit_rms(q, eps), unit_rms(k, eps)
         q = q * (self.growth_at(positions)[..., None, None] * self.factor()).to(q)
+        q, k, v = self.attending(q, k, v, w)
         sinks = {"sinks": w["sinks"]} if self.sinks else {}
         out = self.heads(q, k, v, seen_keys(self, positions, segments), **sinks)
         if self.gate:
             out = out * times(x, w, "w_attn_gate").sigmoid()
         return times(out, w, "wo", 2) + w.get("bo", 0)
+
+    def attending(self, q: Tensor, k: Tensor, v: Tensor, w: Weights) -> tuple[Tensor, ...]:
+        """Queries, keys and values as they attend, as `Attention.attending`."""
+        return q, k, v
 
     def heads(
         self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None = None
