@@ -87,11 +87,14 @@ class Attention(Mixer):
     def attending(self, q: Any, k: Any, v: Any, w: Any) -> tuple[Any, Any, Any]:
         """Return queries, keys and values as they attend. A field or a weight may change them here.
 
-        Training on meshes, generation and the plain form call it, with arrays of JAX. Their dtype
-        is kept: weights that are no matrices are float32.
+        Training on meshes, generation, the plain form and PyTorch call it. With operators and
+        indices alone it is right for all of them. Their dtype is kept: some weights are float32.
 
-        Args:     q: [B, T, H, K], this tensor rank's heads, after their norm and RoPE. k, v:
-                  [B, T, G, K]. w: its weights of the layer, by name.
+        Args:
+            q: [B, T, H, K], this tensor rank's heads, after their norm and RoPE.
+            k: [B, T, G, K].
+            v: as k.
+            w: its weights of the layer, by name.
         """
         return q, k, v
 
