@@ -84,6 +84,20 @@ class Attention(Mixer):
         """
         raise NotImplementedError
 
+    def attending(self, q: Any, k: Any, v: Any, w: Any) -> tuple[Any, Any, Any]:
+        """Return queries, keys and values as they attend. A field or a weight may change them here.
+
+        Training on meshes, generation, the plain form and PyTorch call it. With operators and
+        indices alone it is right for all of them. Their dtype is kept: some weights are float32.
+
+        Args:
+            q: [B, T, H, K], this tensor rank's heads, after their norm and RoPE.
+            k: [B, T, G, K].
+            v: as k.
+            w: its weights of the layer, by name.
+        """
+        return q, k, v
+
     @property
     def rotary_dims(self) -> int:
         """Dims of each head that the rotary embedding turns."""
@@ -193,7 +207,13 @@ class Attention(Mixer):
     @property
     def has_own_heads(self) -> bool:
         """Whether a subclass defines another function of queries and keys."""
-        return type(self).heads is not Attention.heads
+        return "heads" in self.own_methods
+
+    @property
+    def own_methods(self) -> tuple[str, ...]:
+        """The parts of the computation that a subclass defines."""
+        names = ("heads", "attending")
+        return tuple(n for n in names if getattr(type(self), n) is not getattr(Attention, n))
 
     @property
     def attention_heads(self) -> Heads:

@@ -4,13 +4,8 @@
 (`command_line.py`), `validate.py` checks it once, and the run saves it as JSON.
 """
 
-from jaxpar.components.attention import Attention, QkNorm, QueryGrowth
-from jaxpar.components.experts import Experts, Router
-from jaxpar.components.feed_forward import ClampedSwiglu, Glu, Mlp
-from jaxpar.components.latent_attention import LatentAttention
-from jaxpar.components.model import Layer, Model, MupConfig, Norm
-from jaxpar.components.recurrent import GatedDeltaNet, KimiDeltaAttention, Mamba2
-from jaxpar.components.rope import Rope, RopeScaling
+from jaxpar import components
+from jaxpar.components import *  # noqa: F403
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.fields import default_of, flag, replace, require, value_of
 from jaxpar.config.schema import (
@@ -32,9 +27,7 @@ from jaxpar.config.schema.metrics import MetricsConfig, ProfileConfig
 from jaxpar.config.schema.objectives import DistillConfig, DpoConfig
 
 __all__ = [
-    "Attention",
     "CheckpointConfig",
-    "ClampedSwiglu",
     "ClusterConfig",
     "ComputeConfig",
     "Config",
@@ -44,28 +37,12 @@ __all__ = [
     "DistillConfig",
     "DpoConfig",
     "EvaluationConfig",
-    "Experts",
-    "GatedDeltaNet",
-    "Glu",
     "GuardConfig",
-    "KimiDeltaAttention",
-    "LatentAttention",
-    "Layer",
     "LoraConfig",
-    "Mamba2",
     "MetricsConfig",
-    "Mlp",
-    "Model",
-    "MupConfig",
-    "Norm",
     "OptimizerConfig",
     "ParallelConfig",
     "ProfileConfig",
-    "QkNorm",
-    "QueryGrowth",
-    "Rope",
-    "RopeScaling",
-    "Router",
     "RunConfig",
     "TrainConfig",
     "default_of",
@@ -74,5 +51,6 @@ __all__ = [
     "require",
     "value_of",
 ]
+__all__ += components.__all__
 
 MAY_IMPORT = ("components",)

@@ -11,9 +11,9 @@ import typing
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jaxpar.components import attention, experts, feed_forward, latent_attention, recurrent, rope
+from jaxpar import components
 from jaxpar.components.component import Component, FeedForward, Mixer
-from jaxpar.components.model import Layer, Model
+from jaxpar.components.model import Layer, Model, Norm
 from jaxpar.components.ranges import Range, Reals, declared_range
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.names import name_of
@@ -26,16 +26,14 @@ BESIDE = tuple(field.name for field in dataclasses.fields(Model) if field.name !
 #: The key of the class among the fields of a component in JSON.
 CLASS = "class"
 
-_MODULES = attention, experts, feed_forward, latent_attention, recurrent, rope
-
-#: The components of jaxpar, by their names in JSON.
+#: The components of layers that jaxpar has, by their names in JSON: those of the list, and what
+#: they extend in their files.
 OURS: dict[str, type[Component]] = {
-    name: value
-    for module in _MODULES
-    for name, value in vars(module).items()
-    if isinstance(value, type)
-    and issubclass(value, Component)
-    and value.__module__ == module.__name__
+    base.__name__: base
+    for cls in vars(components).values()  # in the order of their files
+    if isinstance(cls, type) and issubclass(cls, Component) and cls is not Norm
+    for base in reversed(cls.__mro__)
+    if base.__module__ == cls.__module__
 }
 
 

@@ -263,9 +263,15 @@ def _class_of(term: Term) -> tuple[str, str | None, str]:
     name = kind.__name__ if OURS.get(kind.__name__) is kind else name_of(kind)
     if base is None:
         return name, None, "forward(self, x, weights, positions, segments)"
-    if isinstance(term, Attention) and term.has_own_heads:
-        return name, base, "heads(self, q, k, v, seen)"
-    return name, base, ""
+    own = term.own_methods if isinstance(term, Attention) else ()
+    return name, base, " and ".join(_OF_ATTENTION[method] for method in own)
+
+
+#: Methods of a subclass of `Attention`, as those of `TorchAttention`.
+_OF_ATTENTION = {
+    "heads": "heads(self, q, k, v, seen)",
+    "attending": "attending(self, q, k, v, w)",
+}
 
 
 def _shapes(term: Term, model: Model) -> dict[str, list[int]]:

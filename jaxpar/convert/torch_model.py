@@ -168,7 +168,7 @@ def seen_keys(a: Any, positions: Tensor, segments: Tensor) -> Tensor:
 
 
 class TorchAttention(TorchComponent):
-    """Softmax attention with grouped queries. A subclass may have other `heads`."""
+    """Softmax attention with grouped queries. A subclass may have other `heads` or `attending`."""
 
     def forward(self, x: Tensor, weights: Weights, positions: Tensor, segments: Tensor) -> Tensor:
         w, eps = weights, self.model.norm.eps
@@ -182,11 +182,27 @@ class TorchAttention(TorchComponent):
         if self.qk_norm and not self.qk_norm.gain and self.rope:
             q, k = unit_rms(q, eps), unit_rms(k, eps)
         q = q * (self.growth_at(positions)[..., None, None] * self.factor()).to(q)
+        q, k, v = (a.to(v) for a in self.attending(q, k, v, w))
         sinks = {"sinks": w["sinks"]} if self.sinks else {}
         out = self.heads(q, k, v, seen_keys(self, positions, segments), **sinks)
         if self.gate:
             out = out * times(x, w, "w_attn_gate").sigmoid()
         return times(out, w, "wo", 2) + w.get("bo", 0)
+
+    # A copy of `Attention.attending`, by scripts/docs/torch_methods.py --write.
+    def attending(self, q: Any, k: Any, v: Any, w: Any) -> tuple[Any, Any, Any]:
+        """Return queries, keys and values as they attend. A field or a weight may change them here.
+
+        Training on meshes, generation, the plain form and PyTorch call it. With operators and
+        indices alone it is right for all of them. Their dtype is kept: some weights are float32.
+
+        Args:
+            q: [B, T, H, K], this tensor rank's heads, after their norm and RoPE.
+            k: [B, T, G, K].
+            v: as k.
+            w: its weights of the layer, by name.
+        """
+        return q, k, v
 
     def heads(
         self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None = None

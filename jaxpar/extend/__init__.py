@@ -14,16 +14,11 @@ docs/extend has an example of each.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxpar.components.attention import Attention, QkNorm, QueryGrowth
+from jaxpar import components
+from jaxpar.components import *  # noqa: F403
 from jaxpar.components.component import Component, FeedForward, Mixer, Tokens, component
-from jaxpar.components.experts import Experts, Router
-from jaxpar.components.feed_forward import ClampedSwiglu, Glu, Mlp
-from jaxpar.components.latent_attention import LatentAttention
 from jaxpar.components.model import Layer
-from jaxpar.components.recurrent import GatedDeltaNet, KimiDeltaAttention, Mamba2
-from jaxpar.components.rope import Rope, RopeScaling
 from jaxpar.components.weight import Weight, matrix, vector
-from jaxpar.config import Model, MupConfig
 from jaxpar.data.own import DataSource
 from jaxpar.extend.model import swap
 from jaxpar.monitoring.sinks import MetricSink
@@ -36,35 +31,18 @@ from jaxpar.step.features.post_updates import PostUpdate
 from jaxpar.training.callbacks.callback import Callback, Request
 
 __all__ = [
-    "Attention",
     "Callback",
-    "ClampedSwiglu",
     "Component",
     "DataSource",
-    "Experts",
     "FeedForward",
-    "GatedDeltaNet",
-    "Glu",
-    "KimiDeltaAttention",
-    "LatentAttention",
-    "Layer",
     "Loss",
-    "Mamba2",
     "Matrices",
     "MetricSink",
     "Mixer",
-    "Mlp",
-    "Model",
-    "MupConfig",
     "ParamSpec",
     "PostUpdate",
     "Probe",
-    "QkNorm",
-    "QueryGrowth",
     "Request",
-    "Rope",
-    "RopeScaling",
-    "Router",
     "Schedule",
     "Scores",
     "Tokens",
@@ -77,6 +55,7 @@ __all__ = [
     "token_loss",
     "vector",
 ]
+__all__ += components.__all__
 
 
 MAY_IMPORT = (

@@ -34,7 +34,7 @@ def heads(h: Shards, w: Weights, context: AttentionContext, ex: Execution) -> Sh
     """
     m, a = ex.cfg.model, component(context, Attention)
     q, k, v = (named(y, "qkv") for y in h.map(qkv, w, a, m).in_order())
-    q, k = positioned(q, k, w, context, a, m)
+    q, k, v = attending(q, k, v, w, context, a, m)
     q = probes.observe("queries", q, w, context, ex.cfg, k=k)
     out = context_attention(
         *(q, k, v, context.mask),
@@ -98,6 +98,21 @@ def _one_gradient(x: jax.Array) -> jax.Array:
 _one_gradient.defvjp(lambda x: (x, None), lambda _, g: (lax.optimization_barrier(g),))
 
 
+def attending(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    w: Weights,
+    context: AttentionContext,
+    a: Attention,
+    m: Model,
+) -> list[jax.Array]:
+    """Compute queries, keys and values as they attend: `positioned`, then `Attention.attending`."""
+    q, k = positioned(q, k, w, context, a, m)
+    new = a.attending(q, k, v, w)
+    return [one.astype(before.dtype) for one, before in zip(new, (q, k, v), strict=True)]
+
+
 def positioned(
     q: jax.Array, k: jax.Array, w: Weights, context: AttentionContext, a: Attention, m: Model
 ) -> tuple[jax.Array, jax.Array]:
@@ -144,7 +159,7 @@ def decode(
     """
     m, a = cfg.model, component(context, Attention)
     q, k, v = qkv(h, w, a, m)
-    q, k = positioned(q, k, w, context, a, m)
+    q, k, v = attending(q, k, v, w, context, a, m)
     held = write(held[0], k, new.first), write(held[1], v, new.first)
     if new.lengths is not None:
         out = _attend(q, k, v, context.mask, w, a, cfg.compute.attention_backend)

@@ -146,8 +146,8 @@ def computes_itself(term: Term) -> bool:
         return False
     if isinstance(term, Mixer) and term.has_state:
         return type(term).compute is Term.compute
-    heads = isinstance(term, Attention) and type(term).heads is not Attention.heads
-    return heads or not term.uses_products
+    own = isinstance(term, Attention) and term.own_methods
+    return bool(own) or not term.uses_products
 
 
 # --------------------------------------------------------------------------------- generation

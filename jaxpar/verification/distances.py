@@ -44,7 +44,7 @@ def zero_gradients(m: Model) -> frozenset[str]:
 def _shifts_scores(a: Mixer | None) -> bool:
     if not isinstance(a, Attention) or not a.bias or a.rope is not None or a.qk_norm:
         return False
-    return not a.has_own_heads and not a.sinks and a.softcap is None
+    return not a.own_methods and not a.sinks and a.softcap is None
 
 
 def gradient_errors(found: Arrays, wanted: Arrays, zero: Container[str] = ()) -> dict[str, float]:

@@ -1,15 +1,23 @@
 """What components declare: the fused layout, points, and nothing of JAX."""
 
 import dataclasses
+import importlib
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import jaxpar.config
+import jaxpar.extend
+from jaxpar import components
 from jaxpar.components.axes import RULES
+from jaxpar.components.component import Component
 from jaxpar.components.experts import Experts
 from jaxpar.components.weight import either_way, fused, spread
 from jaxpar.config.config_file import load_config
+from jaxpar.config.layers import OURS
 from jaxpar.model.fused_weights import dims_of, matrices_of
 from tests.step.figures_of import names
 
@@ -62,3 +70,25 @@ def test_points_are_those_of_the_components():
 def test_components_import_no_jax():
     code = "import sys, jaxpar.config; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_methods_in_pytorch_are_those_of_the_components():
+    """torch_model.py imports nothing of jaxpar, so it has copies."""
+    script = Path(__file__).parents[2] / "scripts" / "docs" / "torch_methods.py"
+    found = runpy.run_path(str(script))
+    assert found["page"]() == found["FILE"].read_text("utf-8"), f"run {script.name} --write"
+
+
+def test_every_kind_is_found_in_the_one_list():
+    """The list in components/__init__.py has what its files declare, but for base classes."""
+    files = [importlib.import_module(one.__module__) for one in OURS.values()]
+    declared = {
+        name
+        for file in files
+        for name, cls in vars(file).items()
+        if isinstance(cls, type) and issubclass(cls, Component) and cls.__module__ == file.__name__
+    }
+    assert declared == OURS.keys()
+    assert OURS.keys() - set(components.__all__) == {"Recurrent"}
+    for package in (jaxpar.config, jaxpar.extend):
+        assert set(components.__all__) <= set(package.__all__)

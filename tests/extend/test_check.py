@@ -21,7 +21,7 @@ from jaxpar.extend import (
 )
 from jaxpar.verification import conformance
 from jaxpar.verification.conformance import CheckError
-from tests.extend.test_components import DecayedMean, FastRetention, Retention, Sine
+from tests.extend.test_components import DecayedMean, FastRetention, Retention, Sine, Tempered
 from tests.slow import slow
 
 Sigmoid = type(load_config("sigmoid_attention").model.layers[0].mixer)
@@ -30,6 +30,7 @@ HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 RIGHT = {
     "retention": FastRetention(num_heads=4),
     "sigmoid": Sigmoid(**HEADS),
+    "tempered": Tempered(**HEADS, value_scale=3.0),
     "steps": Retention(num_heads=4),
     "mean": DecayedMean(num_heads=4),
     "sine": Sine(width=16),

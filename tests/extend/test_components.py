@@ -18,6 +18,7 @@ from jaxpar.config.config_file import CONFIGS
 from jaxpar.config.layers import with_classes_of
 from jaxpar.config.serialize import from_json, to_json
 from jaxpar.config.validate import check, resolve
+from jaxpar.convert import torch_file
 from jaxpar.extend import (
     Attention,
     Experts,
@@ -157,6 +158,20 @@ class FastRetention(Retention):
         return jnp.einsum("bthk,hkd->btd", y.astype(x.dtype), w["ret_out"])
 
 
+@component
+class Tempered(Attention):
+    """Each head learns a factor of its queries, and one number is a factor of all values."""
+
+    value_scale: float = 1.0
+
+    def weights(self, model):
+        own = {"temperature": vector((self.num_heads,), ("heads",), "ones")}
+        return super().weights(model) | own
+
+    def attending(self, q, k, v, w):
+        return q * w["temperature"][:, None], k, v * self.value_scale
+
+
 SIGMOID = load_config("sigmoid_attention").model.layers[0].mixer
 HEADS: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 ATTENTION, OWN = Attention(**HEADS), type(SIGMOID)(**HEADS)
@@ -170,6 +185,7 @@ def config(*layers: Layer, **fields: Any) -> Config:
 
 LAYERS = {
     "sigmoid": [Layer("block", OWN, Glu(24))] * 2,
+    "tempered": [Layer("block", Tempered(**HEADS, value_scale=3.0), Glu(24))] * 2,
     "deep": [Layer("block", OWN, Glu(24))] * 4,
     "windows": [
         Layer("local", Attention(**HEADS, window=5), Glu(24)),
@@ -218,6 +234,9 @@ MESHES = [
     slow("data=2,tensor=2", "sigmoid"),
     ("data=2,tensor=2", "retention"),
     slow("sequence=2,data=2", "sigmoid"),
+    ("data=2,tensor=2", "tempered"),
+    slow("sequence=2,tensor=2,context=ulysses", "tempered"),
+    slow("pipeline=2,data=2,num_microbatches=2", "tempered"),
     slow("sequence=2,tensor=2", "steps"),
     slow("pipeline=2,data=2,num_microbatches=2", "steps"),
     slow("sequence=2,tensor=2", "mean"),
@@ -276,8 +295,24 @@ def test_a_composed_model_is_saved_and_read(name):
         check(again)
 
 
+def test_a_method_of_attention_changes_what_it_computes():
+    of = lambda **fields: config(Layer("block", Tempered(**HEADS, **fields), Glu(24)))  # noqa: E731
+    losses = []
+    for cfg in (of(), of(value_scale=3.0), config(Layer("block", ATTENTION, Glu(24)))):
+        params = traces.initial_params(specs_of(cfg), cfg.train.seed)
+        batch = traces.random_batch(cfg)
+        losses.append(
+            float(jax.jit(lambda p, b=batch, c=cfg: traces.reference_gradients(p, b, c))(params)[0])
+        )
+    # The temperature starts at 1: only the factor of values differs from attention as it is.
+    assert losses[0] == pytest.approx(losses[2], rel=1e-6)
+    assert abs(losses[1] - losses[0]) > 1e-4
+    (needs,) = torch_file.code_needed(of().model).values()
+    assert "of torch_model.TorchAttention that defines attending(self, q, k, v, w)" in needs
+
+
 @pytest.mark.parametrize(
-    "name", ["mean", "retention", slow("steps"), slow("sigmoid"), slow("windows")]
+    "name", ["mean", "retention", "tempered", slow("steps"), slow("sigmoid"), slow("windows")]
 )
 def test_text_is_that_of_whole_forwards(name):
     """With what mixers hold, or by all tokens again: the same likeliest tokens."""

@@ -28,6 +28,7 @@ def attention(a: Attention, h, w: Weights, positions, segments, model: Model, wa
     if a.qk_norm and not a.qk_norm.gain and a.rope:
         q, k = unit_rms(q, model.norm.eps), unit_rms(k, model.norm.eps)
     q = q * _growth(a, positions[..., None, None])
+    q, k, v = a.attending(q, k, v, w)
     o = _attend(a, q, k, v, _scale(a, model), w.get("sinks"), positions, segments, watch)
     if a.gate:
         o = o * jax.nn.sigmoid(times(h, w, "w_attn_gate"))
