@@ -12,7 +12,7 @@ from jaxpar.config import Attention, Config, Glu, Layer, Model, ParallelConfig, 
 from jaxpar.config.validate import resolve
 from jaxpar.execution.decisions import execution_of
 from jaxpar.kernels.platform import Platform
-from jaxpar.model import attention_context
+from jaxpar.model import attention_context, layer
 from jaxpar.parallel.tensor import permutes
 from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.sharding.axes import AXES, TENSOR
