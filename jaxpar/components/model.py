@@ -149,7 +149,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The decoder. Nothing here says how it is executed; docs/families.md lists models."""
+    """The decoder, as its layers: docs/families.md."""
 
     d_model: Width
     """Width of the residual stream."""

@@ -182,7 +182,7 @@ def _rows(cfg: Config, paths: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield fields of a config as on a command line, with docstrings and values."""
     for path in paths:
         if path == LENGTH:
-            text = "Number of layers. Another one repeats or cuts the list below, at whole periods."
+            text = "Number of layers."
             yield f"{flag(path)} INT", f"{text} (default: {cfg.model.num_layers})"
             continue
         if section_of(field_types()[path]) is field_types()[path]:  # whose fields follow

@@ -42,7 +42,7 @@ OF_OTHERS = "num_kv_heads qk_norm bias out_bias scale_dim softcap scale gate sin
 
 @pytest.mark.parametrize("name", OF_OTHERS.split())
 def test_what_other_attention_has_is_no_field(name):
-    with pytest.raises(ConfigError, match=rf"mixer\.{name} = .*is not a field of the model"):
+    with pytest.raises(ConfigError, match=rf"mixer\.{name} = .*is not a field of the config"):
         replace(GOOD, **{f"{MIXER}.{name}": 1})
 
 
