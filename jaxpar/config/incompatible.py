@@ -85,10 +85,6 @@ LAST_RECURRENT = of_model(
     "a recurrent last layer",
     lambda cfg: isinstance(cfg.model.layers[-1].mixer, Recurrent),
 )
-DIFFERENT_LAYERS = of_model(
-    "layers that differ (kinds, windows, positions)",
-    lambda cfg: len({layer.mixer for layer in cfg.model.distinct}) > 1,
-)
 SEVERAL_STACKS = of_model(
     "layers of several names, dense ones included",
     lambda cfg: len(cfg.model.stacks) > 1,
@@ -128,7 +124,10 @@ def _needs_matrices(rule: Any) -> bool:
 LORA, MTP, MUP = changed("lora.rank"), changed("model.mtp_depth"), changed("model.mup", None)
 DPO, TEACHER = changed("dpo.beta"), changed("distill.teacher")
 LOSS, PROBES = changed("train.loss"), changed("train.probes")
-POST_UPDATES = changed("train.post_updates")
+POST_UPDATES, SOURCE = changed("train.post_updates"), changed("data.source")
+OWN_SCHEDULE = where(
+    "a `Schedule` of a user", "optimizer.schedule", lambda held: not isinstance(held, str)
+)
 Z_LOSS, Z_LOSS_SCHEDULE = changed("train.z_loss"), changed("train.z_loss_schedule")
 BATCHES, LENGTHS = changed("train.batch_schedule"), changed("data.length_schedule")
 EPOCHS, MIXTURE = changed("train.num_epochs"), changed("data.mixture")
@@ -199,6 +198,12 @@ TABLE: tuple[Incompatible, ...] = (
         both(equal("evaluation.split", "test"), changed("evaluation.every", 0)),
         "the test split has been evaluated before",
     ),
+    _ROW(SOURCE, MIXTURE, "the source mixes by itself"),
+    _ROW(SOURCE, LENGTHS, "its sequences have one length"),
+    _ROW(SOURCE, EPOCHS, "the source has no epochs"),
+    _ROW(SOURCE, DPO, "pairs of responses are of a dataset"),
+    _ROW(SOURCE, changed("distill.cache"), "the cache is of the sequences of a dataset"),
+    _ROW(changed("optimizer.decay_steps"), OWN_SCHEDULE, "it says itself when the rate falls"),
     # Adapters
     _ROW(LORA, MTP, "modules have no adapters"),
     _ROW(PROBES, LORA, "probes are among the trained weights of layers"),

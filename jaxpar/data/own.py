@@ -36,13 +36,6 @@ class DataSource(Value):
     """
 
     kind: ClassVar[str] = "DataSource"
-    refuses: ClassVar[dict[str, str]] = {
-        "data.mixture": "the source mixes by itself",
-        "data.length_schedule": "its sequences have one length",
-        "distill.cache": "the cache is of the sequences of a dataset",
-        "dpo.beta": "pairs of responses are of a dataset",
-        "train.num_epochs": "the source has no epochs",
-    }
 
     def check(self, cfg: Config, path: str) -> None:
         if cfg.train.loss is not None and cfg.train.loss.reads:

@@ -45,9 +45,6 @@ class Schedule(Value):
     """A shape of the learning rate after the warm-up."""
 
     kind: ClassVar[str] = "Schedule"
-    refuses: ClassVar[dict[str, str]] = {
-        "optimizer.decay_steps": "the schedule itself says when the rate falls"
-    }
 
     def __call__(self, step: "jax.Array", num_steps: int) -> "jax.Array":
         """Return the learning rate, relative to `optimizer.learning_rate`.

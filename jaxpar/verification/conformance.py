@@ -282,7 +282,7 @@ def _text(case: Case) -> Iterator[str]:
         params = init_state(cfg, mesh).params
         arrays = flax.traverse_util.unflatten_dict(traces.logical(params, cfg), sep="/")
         place = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-        whole = jax.jit(functools.partial(logits_of, m=cfg.model))
+        whole = jax.jit(functools.partial(logits_of, model=cfg.model))
         wanted = np.asarray(whole(arrays, tokens, place, place * 0))
         found = np.asarray(_logits(cfg, mesh, params, tokens))
         for row, length in enumerate(PROMPTS):

@@ -24,14 +24,13 @@ def differing_arrays(found: Arrays, wanted: Arrays) -> list[str]:
     return [name for name in wanted if found[name].tobytes() != wanted[name].tobytes()]
 
 
-def zero_gradients(m: Model) -> frozenset[str]:
+def zero_gradients(model: Model) -> frozenset[str]:
     """Return the parameters whose exact gradient is 0, so that computed ones are only rounding.
 
     Without rotary embeddings, a bias on keys adds the same to all scores of a query, and a softmax
     does not change. The number of the last layer scales the stream before the final norm, which
     undoes it, but for its eps; other layers of its stack have gradients.
     """
-    model = m
     bias = {layer.name for layer in model.layers if _shifts_scores(layer.mixer)}
     others = {layer.name for layer in model.layers if not _shifts_scores(layer.mixer)}
     found = {f"{name}/bk" for name in bias - others}

@@ -89,6 +89,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "`train.probes`": {"train.probes": (object(),)},
     "`train.post_updates`": {"train.post_updates": (object(),)},
     "`train.loss`": {"train.loss": object()},
+    "`data.source`": {"data.source": object()},
+    "a `Schedule` of a user": {"optimizer.schedule": object()},
 }
 
 

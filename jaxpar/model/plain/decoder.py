@@ -23,9 +23,8 @@ from jaxpar.sharding.batch import IGNORED, Batch
 type Tree = dict[str, Any]
 
 
-def logits_of(params: Tree, tokens, positions, segments, m: Model) -> jax.Array:
+def logits_of(params: Tree, tokens, positions, segments, model: Model) -> jax.Array:
     """Compute logits, float32 [B, T, V], from int32 [B, T] tokens, positions and segments."""
-    model = m
     x = first_stream(params, tokens, positions, model)
     for layer, w in layers_of(params, model):
         x = block(x, w, layer, positions, segments, model)
