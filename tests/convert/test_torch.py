@@ -130,7 +130,7 @@ def plain_logits(m: Model) -> np.ndarray:
     tree = flax.traverse_util.unflatten_dict(params, sep="/")
     with jax.default_matmul_precision("highest"):
         return np.asarray(
-            jax.jit(functools.partial(decoder.logits_of, m=m))(tree, *composed.documents())
+            jax.jit(functools.partial(decoder.logits_of, model=m))(tree, *composed.documents())
         )
 
 
