@@ -36,7 +36,7 @@ LONGEST = (
     "kernels/test_elementwise_hopper.py",
     "execution/test_remat.py",
     "meshes/test_unequal_stages.py",
-    "verification/test_verify.py",
+    "certification/test_certify.py",
     "optimizer/test_moments.py",
     "meshes/test_own_code.py",
     "kernels/test_grouped_matmul_interpreted.py",
@@ -70,7 +70,7 @@ LONGEST = (
     "training/test_evaluation.py",
     "stores/test_hosts.py",
     "parallel/test_collectives.py",
-    "verification/test_replay.py",
+    "certification/test_replay.py",
     "meshes/test_expert_metrics.py",
     "kernels/test_hopper_lowering.py",
     "convert/test_peft.py",
@@ -283,8 +283,8 @@ def with_quick_weights():
     """Make initial weights by one program for all meshes (tests/weights.py), and fingerprints by
     none (tests/fingerprints.py); compile all without LLVM's optimizations on a GPU's host too.
     """
+    from jaxpar.certification import traces
     from jaxpar.step import state
-    from jaxpar.verification import traces
     from tests import fingerprints, weights
 
     quick = weights.optimizations(False), fingerprints.quickly_computed()

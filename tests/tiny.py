@@ -1,7 +1,7 @@
 """The tiny models of the tests: as small as can be cut, and alike, so that programs are shared."""
 
+from jaxpar.certification import small_config
 from jaxpar.config import Attention, Config, Experts, Glu, Layer, Model, replace
-from jaxpar.verification import small_config
 
 #: The parts of TINY's layers, which are named "layers".
 ATTENTION = Attention(num_heads=4, num_kv_heads=2, head_dim=4)

@@ -17,6 +17,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxpar.certification import traces
+from jaxpar.certification.traces import max_segments
 from jaxpar.config import Config
 from jaxpar.model.parameters import param_specs
 from jaxpar.sharding.batch import Batch
@@ -26,8 +28,6 @@ from jaxpar.sharding.params import ParamSpec, flat, map_specs, partition_specs
 from jaxpar.step import state
 from jaxpar.step.train_step import make_gradient_step
 from jaxpar.training import chosen, initial_weights
-from jaxpar.verification import traces
-from jaxpar.verification.traces import max_segments
 
 #: Numbers of the shortest row that a generator makes.
 SHORTEST = 1 << 14
@@ -75,7 +75,7 @@ def values_of(specs: tuple[tuple[str, ParamSpec], ...], seed: int) -> Any:
 
 
 def tree_of(specs: Any, seed: int) -> Any:
-    """What `jaxpar.verification.traces.initial_params` gives."""
+    """What `jaxpar.certification.traces.initial_params` gives."""
     return jax.device_put(values_of(tuple(flat(specs).items()), seed), jax.devices()[0])
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from jaxpar import commands
+from jaxpar.certification.options import ReplayOptions
 from jaxpar.config.options import OR_ADDRESS, Argument, Range
 from jaxpar.config.rules.limits import STEP
 from jaxpar.config.rules.paths import is_address
 from jaxpar.config.schema.optimizer import Weights
 from jaxpar.runtime import exit_codes
-from jaxpar.verification.options import ReplayOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ def main(options: Ls | Verify | BranchOff | Average | ReplayOptions) -> int:
     from jaxpar.checkpoint.branching import branch
 
     if isinstance(options, ReplayOptions):
-        from jaxpar.verification.replay import replay
+        from jaxpar.certification.replay import replay
 
         replay(options)
         return exit_codes.EXIT_OK

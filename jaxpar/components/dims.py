@@ -1,7 +1,7 @@
 """Which fields of a component make the dims of its weights: what its sizes have to divide by.
 
 A field makes the dims that grow when it is doubled. So nothing beside `weights` has to be declared
-for a component to be checked against a mesh, and to be made small for `verify --shrink`.
+for a component to be checked against a mesh, and to be made small for `certify`.
 """
 
 import dataclasses

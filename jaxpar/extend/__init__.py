@@ -68,7 +68,7 @@ MAY_IMPORT = (
     "data",
     "monitoring",
     "training",
-    "verification",
+    "certification",
 )
 
 
@@ -106,11 +106,11 @@ def check(
         part: with sizes that two tensor ranks divide, and four ranks that share experts.
         d_model: width of the model.
         seq_len: tokens of its sequences.
-        meshes: in place of its own, as for `python -m jaxpar.verify --mesh`.
+        meshes: in place of its own, as for `python -m jaxpar.certify --mesh`.
         tolerance: relative to the largest value of an array.
     Raises:   CheckError, an AssertionError that names what differs, where and by how much;
               ConfigError for fewer devices.
     """
-    from jaxpar.verification import conformance
+    from jaxpar.certification import conformance
 
     conformance.check(part, d_model=d_model, seq_len=seq_len, meshes=meshes, tolerance=tolerance)

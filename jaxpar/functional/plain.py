@@ -1,6 +1,6 @@
 """Initial parameters, logits and loss of a model, in plain jax.numpy on one device.
 
-`python -m jaxpar.verify` compares every mesh with these functions.
+`python -m jaxpar.certify` compares every mesh with these functions.
 """
 
 from collections.abc import Mapping

@@ -81,7 +81,7 @@ def _checked[T](own: Term, method: str, found: T, wanted: Any) -> T:
 def token_by_token(own: Mixer, x: jax.Array, w: Weights, positions: jax.Array) -> jax.Array:
     """Compute a mixer by its `step`, [B, S, D] -> [B, S, D]. Documents begin at position 0."""
     start = own.init_state(len(x), w)
-    if x.dtype == jnp.float64:  # `verify` looks at what rounding does
+    if x.dtype == jnp.float64:  # `certify` looks at what rounding does
         exact = lambda a: a.astype(x.dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a  # noqa: E731
         start = jax.tree.map(exact, start)
 

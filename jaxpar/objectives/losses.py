@@ -99,7 +99,7 @@ class Loss(Value):
         raise NotImplementedError
 
     def plain(self, scores: Scores, batch: Batch) -> Any:
-        """Compute the same from all logits on one device, for `verify`; here by the same code.
+        """Compute the same from all logits on one device, for `certify`; here by the same code.
 
         Args, Returns:  as `__call__`; `scores.logits` is float32 [B, T, V].
         """

@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 
+from jaxpar.certification import traces
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.config_file import load_config
@@ -38,7 +39,6 @@ from jaxpar.step.compiled import FirstRunAlone
 from jaxpar.step.state import bytes_per_device, init_state
 from jaxpar.step.train_step import make_train_step
 from jaxpar.tools.bench import conditions
-from jaxpar.verification import traces
 
 _BOTH = ("optimizer.first_moment_dtype", "optimizer.second_moment_dtype")
 

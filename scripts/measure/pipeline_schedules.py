@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxpar.certification import traces
 from jaxpar.config import (
     Attention,
     Config,
@@ -41,7 +42,6 @@ from jaxpar.step.compiled import FirstRunAlone
 from jaxpar.step.state import init_state
 from jaxpar.step.train_step import make_train_step
 from jaxpar.tools.bench import conditions
-from jaxpar.verification import traces
 
 #: The layers of Llama 3 8B (2407.21783), table 3. The vocabulary is small: every stage computes its
 #: share of the head, so that a large one would only add to the slope.

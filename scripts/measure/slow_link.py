@@ -40,6 +40,7 @@ import numpy as np
 from jax.sharding import Mesh
 from slow_link_report import EVERY, picture, table_of, table_of_times
 
+from jaxpar.certification import traces
 from jaxpar.config import Attention, Config, Glu, Layer, Model, replace
 from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.config_file import load_config
@@ -68,7 +69,6 @@ from jaxpar.step.train_step import make_eval_step, make_train_step
 from jaxpar.tools.bench import conditions
 from jaxpar.tools.bench.outer_steps import Act, mean_step_seconds, time_outer_steps
 from jaxpar.training.vocabulary import with_vocabulary
-from jaxpar.verification import traces
 
 REDUCTION = "parallel.replica_reduction"
 

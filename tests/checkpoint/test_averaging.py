@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxpar import checkpoint
+from jaxpar.certification import traces
 from jaxpar.checkpoint.averaging import Source, opened_weights, write_average
 from jaxpar.checkpoint.inspection import verify
 from jaxpar.checkpoint.integrity import Damaged
@@ -22,7 +23,6 @@ from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step import state
 from jaxpar.training import initial_weights
-from jaxpar.verification import traces
 from tests.fingerprints import quickly_computed
 from tests.weights import origin_of
 

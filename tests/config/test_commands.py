@@ -74,7 +74,7 @@ WRONG = {
     "checkpoint": ("repaly runs/x", "use python -m jaxpar.checkpoint replay"),
     "profile": ("--bench quickstart --stps 3", "use --steps"),
     "doctor": ("--mehs data=2", "use --mesh"),
-    "verify": ("quikstart", "use quickstart"),
+    "certify": ("quikstart", "use quickstart"),
 }
 
 

@@ -10,6 +10,8 @@ import numpy as np
 import optax
 import pytest
 
+from jaxpar.certification import distances, traces
+from jaxpar.certification.meshes import parse_meshes
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.validate import check, resolve
 from jaxpar.convert.hf.config import why_not
@@ -20,8 +22,6 @@ from jaxpar.kernels.attention.mask import dense_mask
 from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.step.state import abstract_state, init_state
-from jaxpar.verification import distances, traces
-from jaxpar.verification.meshes import parse_meshes
 from tests.tiny import TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

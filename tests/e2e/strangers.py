@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxpar.certification.replay import check_inputs
 from jaxpar.commands import call
 from jaxpar.config import ConfigError
 from jaxpar.config.command_line import read_config
@@ -30,7 +31,6 @@ from jaxpar.convert.peft import importing as peft
 from jaxpar.data.skips import read_skipped
 from jaxpar.monitoring.recent_steps import read_recent, values_judged
 from jaxpar.runtime.exit_codes import RunError
-from jaxpar.verification.replay import check_inputs
 from tests.data.commands import main as data
 from tests.e2e import good_files
 from tests.e2e.damage import of_bytes, of_json, of_lines, of_safetensors, packed

@@ -101,10 +101,10 @@ def test_devices_that_would_be_left_over_are_refused(whole):
 
 
 def test_variables_that_are_half_set_have_started_no_others():
-    rendezvous.require_single_process("jaxpar.verify", {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"})
+    rendezvous.require_single_process("jaxpar.certify", {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"})
     several = {"WORLD_SIZE": "4", "RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1234"}
     with pytest.raises(ConfigError, match=r"process = '1 of 4': .*unset the variables of torch"):
-        rendezvous.require_single_process("jaxpar.verify", several)
+        rendezvous.require_single_process("jaxpar.certify", several)
 
 
 @pytest.fixture

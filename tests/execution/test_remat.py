@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from jaxpar.certification import distances, traces
 from jaxpar.config import ConfigError, QkNorm, replace
 from jaxpar.config.remat_policies import (
     LAYER_INPUT,
@@ -31,7 +32,6 @@ from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import make_mesh, shardings
 from jaxpar.step.state import abstract_state, init_state, state_specs
 from jaxpar.step.train_step import make_gradient_step
-from jaxpar.verification import distances, traces
 from tests.parallel.test_pipeline_branches import equations
 from tests.slow import slow, slow_but
 from tests.tiny import SMALL, TINY

@@ -8,6 +8,8 @@ import re
 import jax
 import pytest
 
+from jaxpar.certification import traces
+from jaxpar.certification.meshes import parse_meshes
 from jaxpar.config import ConfigError, replace
 from jaxpar.config.validate import check, resolve
 from jaxpar.parallel.expert import rows
@@ -16,8 +18,6 @@ from jaxpar.planning.predict.memory import saved_per_token
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.step.state import init_state
 from jaxpar.step.train_step import make_gradient_step
-from jaxpar.verification import traces
-from jaxpar.verification.meshes import parse_meshes
 from tests.meshes.test_experts import BASE
 from tests.slow import slow_but
 from tests.tiny import GLU

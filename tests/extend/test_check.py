@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxpar import load_config
+from jaxpar.certification import conformance
+from jaxpar.certification.conformance import CheckError
 from jaxpar.components.component import Tokens
 from jaxpar.config import ConfigError
 from jaxpar.extend import (
@@ -19,8 +21,6 @@ from jaxpar.extend import (
     component,
     matrix,
 )
-from jaxpar.verification import conformance
-from jaxpar.verification.conformance import CheckError
 from tests.extend.test_components import DecayedMean, FastRetention, Retention, Sine, Tempered
 from tests.slow import slow
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from jaxpar import load_config
+from jaxpar.certification import traces
+from jaxpar.certification.distances import zero_gradients
 from jaxpar.components.model import in_words, with_length
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.code import with_code
@@ -42,8 +44,6 @@ from jaxpar.sharding.mesh import make_mesh
 from jaxpar.sharding.params import flat
 from jaxpar.step.state import init_state
 from jaxpar.step.train_step import make_gradient_step
-from jaxpar.verification import traces
-from jaxpar.verification.distances import zero_gradients
 from tests.meshes.test_own_code import on_mesh
 from tests.slow import slow
 from tests.tiny import TINY

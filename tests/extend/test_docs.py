@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 import jaxpar
+from jaxpar.certification import distances, small_config, traces
 from jaxpar.config import replace
 from jaxpar.config.code import with_code
 from jaxpar.config.config_file import import_file
 from jaxpar.config.serialize import from_json, to_json
 from jaxpar.config.validate import check
-from jaxpar.verification import distances, small_config, traces
 from tests.slow import slow
 
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "extend").glob("*.md"))

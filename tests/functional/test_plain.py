@@ -11,6 +11,7 @@ import pytest
 from orbax.checkpoint import v1 as ocp
 
 from jaxpar import checkpoint, functional
+from jaxpar.certification import traces
 from jaxpar.config import ConfigError, replace
 from jaxpar.config.validate import resolve
 from jaxpar.functional.plain import Params
@@ -19,7 +20,6 @@ from jaxpar.objectives.losses import Scores
 from jaxpar.runtime import exit_codes
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.train_step import make_gradient_step
-from jaxpar.verification import traces
 from tests.tiny import EXPERTS, TINY
 
 MODEL = TINY.model

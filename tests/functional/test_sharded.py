@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from jaxpar import functional
+from jaxpar.certification import traces
+from jaxpar.certification.meshes import parse_meshes
 from jaxpar.config import replace
 from jaxpar.sharding.mesh import make_mesh
-from jaxpar.verification import traces
-from jaxpar.verification.meshes import parse_meshes
 from tests.slow import slow
 from tests.tiny import TINY
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar.certification import small_config
 from jaxpar.components.component import Mixer
 from jaxpar.config import (
     Attention,
@@ -33,7 +34,6 @@ from jaxpar.model import decode
 from jaxpar.model.plain import decoder
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import init_state
-from jaxpar.verification import small_config
 from tests.slow import slow_but
 from tests.tiny import EXPERTS, GLU
 

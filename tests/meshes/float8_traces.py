@@ -4,13 +4,13 @@ import math
 
 import numpy as np
 
+from jaxpar.certification import small_config, traces
+from jaxpar.certification.meshes import parse_meshes
 from jaxpar.config import Attention, Config, Glu, Layer, Model, replace
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.step.state import init_state
 from jaxpar.step.train_step import make_train_step
-from jaxpar.verification import small_config, traces
-from jaxpar.verification.meshes import parse_meshes
 from tests import weights
 
 ATTENTION = Attention(num_heads=8, num_kv_heads=4, head_dim=8)

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar.certification import distances, traces
+from jaxpar.certification.meshes import parse_meshes
 from jaxpar.config import (
     Config,
     ConfigError,
@@ -23,8 +25,6 @@ from jaxpar.config.validate import check, resolve
 from jaxpar.kernels.attention.mask import dense_mask
 from jaxpar.model.attention_context import attention_context
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
-from jaxpar.verification import distances, traces
-from jaxpar.verification.meshes import parse_meshes
 from tests import weights
 from tests.slow import slow
 from tests.tiny import ATTENTION, GLU, TINY

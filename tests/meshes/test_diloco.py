@@ -14,6 +14,10 @@ import numpy as np
 import optax
 import pytest
 
+from jaxpar.certification import distances, traces
+from jaxpar.certification.meshes import parse_meshes
+from jaxpar.certification.small_config import steady
+from jaxpar.certification.traces import max_segments
 from jaxpar.config import Config, DilocoConfig, replace
 from jaxpar.config.validate import resolve
 from jaxpar.model.parameters import specs_of
@@ -28,10 +32,6 @@ from jaxpar.step.diloco.schedule import applied, begun, due, under_way
 from jaxpar.step.diloco.sent import fragment_bytes, gradient_bytes, in_words
 from jaxpar.step.state import TrainState, init_state
 from jaxpar.step.train_step import make_train_step
-from jaxpar.verification import distances, traces
-from jaxpar.verification.meshes import parse_meshes
-from jaxpar.verification.small_config import steady
-from jaxpar.verification.traces import max_segments
 from tests.slow import slow
 from tests.tiny import TINY
 

@@ -7,6 +7,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpar.certification import distances, traces
+from jaxpar.certification.meshes import parse_meshes
+from jaxpar.certification.small_config import steady
 from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
 from jaxpar.model.parameters import param_specs
@@ -16,9 +19,6 @@ from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import flat
 from jaxpar.step.forward import make_teacher_step
 from jaxpar.step.train_step import make_gradient_step
-from jaxpar.verification import distances, traces
-from jaxpar.verification.meshes import parse_meshes
-from jaxpar.verification.small_config import steady
 from tests import weights
 from tests.meshes.test_experts import compare
 from tests.slow import slow

@@ -10,14 +10,14 @@ import functools
 import numpy as np
 import pytest
 
+from jaxpar.certification import traces
+from jaxpar.certification.meshes import num_devices, parse_meshes
 from jaxpar.config import replace
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.batch import IGNORED, Batch
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import init_state
 from jaxpar.step.train_step import make_gradient_step
-from jaxpar.verification import traces
-from jaxpar.verification.meshes import num_devices, parse_meshes
 from tests.slow import slow_but
 from tests.tiny import TINY
 

@@ -7,6 +7,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpar.certification import traces
+from jaxpar.certification.meshes import parse_meshes
 from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
 from jaxpar.model.parameters import param_specs
@@ -15,8 +17,6 @@ from jaxpar.sharding.batch import IGNORED
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.step.state import init_state
 from jaxpar.step.train_step import make_train_step
-from jaxpar.verification import traces
-from jaxpar.verification.meshes import parse_meshes
 from tests import weights
 from tests.meshes.test_experts import BASE as OF_TWO_LAYERS
 from tests.slow import slow, slow_but

@@ -7,6 +7,8 @@ import math
 import numpy as np
 import pytest
 
+from jaxpar.certification import distances, small_config, traces
+from jaxpar.certification.meshes import parse_meshes, resolve_meshes
 from jaxpar.config import (
     ClampedSwiglu,
     Config,
@@ -20,8 +22,6 @@ from jaxpar.config import (
 )
 from jaxpar.config.validate import check, resolve
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
-from jaxpar.verification import distances, small_config, traces
-from jaxpar.verification.meshes import parse_meshes, resolve_meshes
 from tests import weights
 from tests.slow import slow
 from tests.tiny import ATTENTION, EXPERTS, TINY

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from jaxpar.certification import distances, traces
+from jaxpar.certification.meshes import parse_meshes
 from jaxpar.components.attention import Attention
 from jaxpar.components.experts import experts_in
 from jaxpar.components.model import Layer
@@ -17,8 +19,6 @@ from jaxpar.config.validate import resolve
 from jaxpar.convert.hf.config import family_of, model_of
 from jaxpar.convert.hf.families import FAMILIES
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
-from jaxpar.verification import distances, traces
-from jaxpar.verification.meshes import parse_meshes
 from tests import weights
 from tests.convert import tiny
 from tests.slow import slow_but

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jaxpar.certification import distances, traces
 from jaxpar.config import ConfigError, replace
 from jaxpar.config.remat_policies import REMAT_POLICIES
 from jaxpar.config.validate import resolve
@@ -31,7 +32,6 @@ from jaxpar.step.train_step import (
     make_gradient_step,
     make_train_step,
 )
-from jaxpar.verification import distances, traces
 from tests.meshes.float8_traces import (
     ACROSS_MESHES,
     AGAINST_FLOAT32,

@@ -5,8 +5,8 @@ import functools
 import jax
 import pytest
 
+from jaxpar.certification import distances, traces
 from jaxpar.config import ClampedSwiglu, Experts, Glu
-from jaxpar.verification import distances, traces
 from tests.meshes.float8_traces import (
     ACROSS_MESHES,
     AGAINST_FLOAT32,

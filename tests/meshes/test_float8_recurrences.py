@@ -5,6 +5,7 @@ import functools
 import jax
 import pytest
 
+from jaxpar.certification import distances, traces
 from jaxpar.config import (
     ConfigError,
     GatedDeltaNet,
@@ -15,7 +16,6 @@ from jaxpar.config import (
     replace,
 )
 from jaxpar.config.validate import check
-from jaxpar.verification import distances, traces
 from tests.meshes.float8_traces import (
     ACROSS_MESHES,
     AGAINST_FLOAT32,

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpar.certification import distances, traces
 from jaxpar.config import Attention, Config, Glu, Layer, QkNorm, Rope, RopeScaling, replace
 from jaxpar.model.parameters import param_specs
 from jaxpar.sharding.params import flat
-from jaxpar.verification import distances, traces
 from tests import weights
 from tests.meshes import float8_traces
 from tests.meshes.test_families import TOLERANCE, gradients_of

@@ -6,6 +6,8 @@ import math
 import numpy as np
 import pytest
 
+from jaxpar.certification import distances, traces
+from jaxpar.certification.meshes import parse_meshes
 from jaxpar.config import (
     Config,
     Experts,
@@ -29,8 +31,6 @@ from jaxpar.inference.options import Sampling
 from jaxpar.model.decode import cache_bytes
 from jaxpar.model.parameters import param_specs
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
-from jaxpar.verification import distances, traces
-from jaxpar.verification.meshes import parse_meshes
 from tests import weights
 from tests.slow import slow
 from tests.tiny import GLU, TINY

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpar.certification import traces
 from jaxpar.components.experts import experts_in
 from jaxpar.config import Config, Glu, Layer, replace
 from jaxpar.model.parameters import specs_of
@@ -15,7 +16,6 @@ from jaxpar.step.features import layer_metrics, own_probes
 from jaxpar.step.features.layer_metrics import LayerMetrics
 from jaxpar.step.state import init_state
 from jaxpar.step.train_step import make_train_step
-from jaxpar.verification import traces
 from tests.meshes.test_global_layers import GEMMA4
 from tests.meshes.test_own_code import on_mesh
 from tests.slow import slow

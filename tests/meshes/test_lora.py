@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar.certification import distances, traces
+from jaxpar.certification.meshes import parse_meshes
 from jaxpar.config import Config, ConfigError, Experts, Glu, Router, replace
 from jaxpar.config.lists.lora_targets import adapted, targets_of
 from jaxpar.config.validate import check, resolve
@@ -24,8 +26,6 @@ from jaxpar.sharding.params import count, flat, split
 from jaxpar.step.adapters import base_config, merge
 from jaxpar.step.state import TrainState, abstract_state, init_state, state_shardings, to_running
 from jaxpar.step.train_step import make_eval_step, make_gradient_step, make_train_step
-from jaxpar.verification import distances, traces
-from jaxpar.verification.meshes import parse_meshes
 from tests import weights
 from tests.extend.test_components import ATTENTION, LAYERS, Layer, Products, Sine, component, config
 from tests.meshes.test_meshes import BASE as PLAIN

@@ -8,6 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar.certification import distances, traces
+from jaxpar.certification.meshes import parse_meshes
+from jaxpar.certification.small_config import steady
 from jaxpar.config import ConfigError, replace
 from jaxpar.config.lists.weight_schedules import MTP_LOSS, Z_LOSS, weight_at, with_weights_of
 from jaxpar.config.validate import check, resolve
@@ -15,9 +18,6 @@ from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.step.loss_weights import loss_weights
 from jaxpar.step.state import init_state
 from jaxpar.step.train_step import make_train_step
-from jaxpar.verification import distances, traces
-from jaxpar.verification.meshes import parse_meshes
-from jaxpar.verification.small_config import steady
 from tests import weights
 from tests.meshes.test_experts import compare
 from tests.slow import slow

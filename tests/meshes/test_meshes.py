@@ -9,12 +9,12 @@ import math
 
 import pytest
 
+from jaxpar.certification import distances, traces
+from jaxpar.certification.meshes import parse_meshes
 from jaxpar.config import Config, QkNorm, RopeScaling, replace
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.axes import AXES
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
-from jaxpar.verification import distances, traces
-from jaxpar.verification.meshes import parse_meshes
 from tests import weights
 from tests.slow import slow, slow_but
 from tests.tiny import TINY

@@ -8,14 +8,14 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpar.certification import distances, traces
+from jaxpar.certification.meshes import parse_meshes
+from jaxpar.certification.small_config import steady
 from jaxpar.config import Config, GatedDeltaNet, replace
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.step.state import abstract_state
 from jaxpar.step.train_step import make_eval_step, make_train_step
-from jaxpar.verification import distances, traces
-from jaxpar.verification.meshes import parse_meshes
-from jaxpar.verification.small_config import steady
 from tests import weights
 from tests.extend.test_components import (
     ATTENTION,

@@ -8,11 +8,11 @@ import math
 
 import pytest
 
+from jaxpar.certification import distances, small_config, traces
+from jaxpar.certification.meshes import parse_meshes
 from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
-from jaxpar.verification import distances, small_config, traces
-from jaxpar.verification.meshes import parse_meshes
 from tests.meshes.test_recurrent_layers import DELTA_NET, NEMOTRON_H
 from tests.slow import slow
 from tests.tiny import EXPERTS, TINY

@@ -3,12 +3,12 @@
 import jax
 import pytest
 
+from jaxpar.certification import traces
 from jaxpar.execution.decisions import execution_of
 from jaxpar.kernels.norm import Unmaterialized
 from jaxpar.model import layer, norm
 from jaxpar.step.state import abstract_state
 from jaxpar.step.train_step import make_gradient_step
-from jaxpar.verification import traces
 from tests.meshes.float8_traces import on_mesh
 from tests.tiny import EXPERTS
 

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 
 from jaxpar import Loss, Probe, load_config
+from jaxpar.certification import traces
+from jaxpar.certification.meshes import parse_meshes
+from jaxpar.certification.small_config import steady
 from jaxpar.config import Config, ConfigError, Glu, Layer, replace
 from jaxpar.config.metrics import metric_of
 from jaxpar.config.validate import resolve
@@ -25,9 +28,6 @@ from jaxpar.step.train_step import (
     make_gradient_step,
     make_train_step,
 )
-from jaxpar.verification import traces
-from jaxpar.verification.meshes import parse_meshes
-from jaxpar.verification.small_config import steady
 from tests.slow import slow
 from tests.tiny import ATTENTION, TINY
 from tests.tiny import EXPERTS as ROUTED

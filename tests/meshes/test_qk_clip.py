@@ -7,6 +7,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpar.certification import distances, small_config, traces
+from jaxpar.certification.meshes import parse_meshes
+from jaxpar.certification.traces import max_segments
 from jaxpar.config import Attention, Config, Glu, Layer, Model, replace
 from jaxpar.config.validate import resolve
 from jaxpar.model.parameters import specs_of
@@ -15,9 +18,6 @@ from jaxpar.sharding.params import flat
 from jaxpar.step.features.qk_clip import clipped, largest_logits
 from jaxpar.step.state import init_state
 from jaxpar.step.train_step import make_train_step
-from jaxpar.verification import distances, small_config, traces
-from jaxpar.verification.meshes import parse_meshes
-from jaxpar.verification.traces import max_segments
 from tests import weights
 from tests.meshes.test_latent_attention import DENSE, NO_QUERY_LATENT, V3
 from tests.slow import slow

@@ -9,6 +9,8 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpar.certification import traces
+from jaxpar.certification.meshes import parse_meshes
 from jaxpar.components.experts import experts_in
 from jaxpar.config import Config, Experts, Glu, Layer, replace
 from jaxpar.config.validate import resolve
@@ -17,8 +19,6 @@ from jaxpar.parallel.context import token_order
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.step.state import init_state
 from jaxpar.step.train_step import make_train_step
-from jaxpar.verification import traces
-from jaxpar.verification.meshes import parse_meshes
 from tests.meshes.test_experts import DEEPSEEK
 from tests.slow import slow
 from tests.tiny import ATTENTION

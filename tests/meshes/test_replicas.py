@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from jaxpar import checkpoint
+from jaxpar.certification import small_config, traces
+from jaxpar.certification.meshes import parse_meshes
 from jaxpar.checkpoint import Checkpointer
 from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
@@ -18,8 +20,6 @@ from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import flat
 from jaxpar.step.state import feedback_of, init_state, to_logical
 from jaxpar.step.train_step import make_gradient_step, make_train_step
-from jaxpar.verification import small_config, traces
-from jaxpar.verification.meshes import parse_meshes
 from tests.checkpoint.test_checkpoint import assert_same_bits, write_dataset
 from tests.slow import slow
 from tests.tiny import EXPERTS, TINY

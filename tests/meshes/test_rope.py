@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from jaxpar.certification import distances, small_config, traces
+from jaxpar.certification.meshes import parse_meshes
 from jaxpar.config import Layer, QkNorm, Rope, RopeScaling, replace
 from jaxpar.config.validate import check, resolve
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
-from jaxpar.verification import distances, small_config, traces
-from jaxpar.verification.meshes import parse_meshes
 from tests import weights
 from tests.slow import slow
 from tests.tiny import ATTENTION, GLU, TINY

@@ -7,6 +7,8 @@ import math
 import numpy as np
 import pytest
 
+from jaxpar.certification import distances, traces
+from jaxpar.certification.meshes import parse_meshes
 from jaxpar.config import (
     ClampedSwiglu,
     Config,
@@ -19,8 +21,6 @@ from jaxpar.config import (
 )
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
-from jaxpar.verification import distances, traces
-from jaxpar.verification.meshes import parse_meshes
 from tests import weights
 from tests.slow import slow
 from tests.tiny import ATTENTION, GLU, TINY

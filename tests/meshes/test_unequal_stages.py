@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar.certification import distances, traces
+from jaxpar.certification.meshes import num_devices, parse_meshes
 from jaxpar.config import Config, Layer, QkNorm, replace
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import make_mesh
@@ -15,8 +17,6 @@ from jaxpar.sharding.params import flat
 from jaxpar.step.layer_order import EMPTY, layer_order, num_slots
 from jaxpar.step.state import abstract_state, init_state
 from jaxpar.step.train_step import make_gradient_step, make_train_step
-from jaxpar.verification import distances, traces
-from jaxpar.verification.meshes import num_devices, parse_meshes
 from tests import weights
 from tests.parallel.test_pipeline_branches import chosen_by_stage, equations
 from tests.slow import slow

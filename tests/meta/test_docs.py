@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxpar.certification import meshes
+from jaxpar.certification.options import CertifyOptions
 from jaxpar.checkpoint.saved import FREE_MODEL_FIELDS
 from jaxpar.commands import names_of_forms
 from jaxpar.commands import read as read_options
@@ -23,8 +25,6 @@ from jaxpar.step.features import FEATURES
 from jaxpar.tools.sweeps.command import read_sweep
 from jaxpar.tools.sweeps.options import SweepOptions
 from jaxpar.train import TrainOptions
-from jaxpar.verification import meshes
-from jaxpar.verification.options import VerifyOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -101,7 +101,7 @@ def check_command(words: list[str]) -> None:
     program, *args = (word for word in words if word != "--help")
     options = read_options(program.removeprefix("jaxpar."), args)
     cfg = options.config.asked(lambda _, __, like: like) if hasattr(options, "config") else None
-    if isinstance(options, VerifyOptions):
+    if isinstance(options, CertifyOptions):
         meshes.parse_meshes(options.mesh, cfg.parallel)
     elif isinstance(options, SweepOptions):
         read_sweep(options)

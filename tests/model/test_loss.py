@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jaxpar.certification import traces
 from jaxpar.config import ParallelConfig, replace
 from jaxpar.config.validate import resolve
 from jaxpar.model import loss
@@ -20,7 +21,6 @@ from jaxpar.sharding.batch import IGNORED
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import abstract_state
 from jaxpar.step.train_step import make_gradient_step
-from jaxpar.verification import traces
 from tests.slow import slow_but
 from tests.tiny import TINY
 

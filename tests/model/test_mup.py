@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpar.certification import traces
 from jaxpar.config import Attention, Layer, Model, MupConfig, replace
 from jaxpar.config.validate import resolve
 from jaxpar.model.mup.widths import in_words, mup_score_factor, standard
@@ -16,7 +17,6 @@ from jaxpar.sharding.mesh import make_mesh
 from jaxpar.sharding.params import flat
 from jaxpar.step.state import abstract_state
 from jaxpar.step.train_step import make_train_step
-from jaxpar.verification import traces
 from tests.tiny import ATTENTION, EXPERTS, GLU, TINY
 
 #: Twice the width, three times d_ff, twice the width of a head, twice the layers.

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxpar.certification import distances
 from jaxpar.config import ConfigError, replace
 from jaxpar.config.validate import check
 from jaxpar.model.parameters import param_specs
@@ -13,7 +14,6 @@ from jaxpar.optimizer.adafactor import cut_of, scale_by_adafactor
 from jaxpar.optimizer.matrices import Matrices
 from jaxpar.sharding.params import abstract, count, flat
 from jaxpar.step.state import abstract_state, init_state
-from jaxpar.verification import distances
 from tests.optimizer.test_muon import on_mesh
 from tests.optimizer.updates import gradients, weights_after
 from tests.slow import slow

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpar.certification import distances, traces
 from jaxpar.components.axes import RULES
 from jaxpar.config import Config, ConfigError, Glu, replace
 from jaxpar.config.config_file import load_config
@@ -24,7 +25,6 @@ from jaxpar.sharding.mesh import make_mesh
 from jaxpar.sharding.params import flat
 from jaxpar.step.state import bytes_per_device, init_state
 from jaxpar.step.train_step import make_train_step
-from jaxpar.verification import distances, traces
 from tests.optimizer.updates import gradients, weights_after
 from tests.slow import slow, slow_but
 from tests.tiny import SMALL

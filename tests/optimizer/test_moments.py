@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxpar.certification import distances, traces
 from jaxpar.config import replace
 from jaxpar.config.validate import resolve
 from jaxpar.model.parameters import param_specs
@@ -27,7 +28,6 @@ from jaxpar.step.state import (
     state_shardings,
 )
 from jaxpar.step.train_step import make_train_step
-from jaxpar.verification import distances, traces
 from tests.optimizer.updates import weights_after
 from tests.slow import slow, slow_but
 from tests.tiny import SMALL

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar.certification import traces
 from jaxpar.config import ConfigError, replace
 from jaxpar.config.validate import check, resolve
 from jaxpar.model.parameters import trainable_specs
@@ -24,7 +25,6 @@ from jaxpar.step.state import (
     to_running,
 )
 from jaxpar.step.train_step import make_train_step
-from jaxpar.verification import traces
 from tests.slow import slow_but
 from tests.tiny import SMALL
 

@@ -11,6 +11,8 @@ import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers
 
+from jaxpar.certification import distances
+from jaxpar.certification.meshes import parse_meshes
 from jaxpar.config import Config, ConfigError, LatentAttention, OptimizerConfig, replace
 from jaxpar.config.validate import check, resolve
 from jaxpar.extend import UpdateRule
@@ -20,8 +22,6 @@ from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import ParamSpec, abstract, count, decay_mask, flat, map_specs
 from jaxpar.step.state import abstract_state, bytes_per_device, init_state
-from jaxpar.verification import distances
-from jaxpar.verification.meshes import parse_meshes
 from tests.optimizer.updates import gradients, weights_after
 from tests.slow import slow
 from tests.tiny import EXPERTS, GLU, TINY

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpar.certification import traces
 from jaxpar.config import replace
 from jaxpar.config.validate import resolve
 from jaxpar.optimizer.rate_table import MIN_LENGTH, rate_table, schedule_of
@@ -11,7 +12,6 @@ from jaxpar.optimizer.schedules import learning_rate
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import abstract_state, init_state, state_shardings
 from jaxpar.step.train_step import make_train_step
-from jaxpar.verification import traces
 from tests.slow import slow
 from tests.tiny import TINY
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxpar.certification import traces
 from jaxpar.config import Config
 from jaxpar.model.parameters import trainable_specs
 from jaxpar.optimizer import moments
@@ -19,7 +20,6 @@ from jaxpar.step.state import (
     state_specs,
     to_running,
 )
-from jaxpar.verification import traces
 
 
 def update_step(cfg: Config, mesh: Mesh) -> Any:

@@ -14,6 +14,7 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxpar.certification import traces
 from jaxpar.config import ParallelConfig, replace
 from jaxpar.config.validate import resolve
 from jaxpar.parallel import collectives, gradients
@@ -26,7 +27,6 @@ from jaxpar.sharding.mesh import make_mesh, shardings
 from jaxpar.sharding.params import ParamSpec
 from jaxpar.step.state import abstract_state, state_specs
 from jaxpar.step.train_step import make_gradient_step, make_train_step
-from jaxpar.verification import traces
 from tests.slow import slow
 from tests.tiny import TINY
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jaxpar.certification import distances, small_config, traces
 from jaxpar.config import Attention, Config, Experts, Glu, Layer, Model, QkNorm, replace
 from jaxpar.config.validate import resolve
 from jaxpar.execution.decisions import execution_of
@@ -27,7 +28,6 @@ from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step import train_step
 from jaxpar.step.state import abstract_state, init_state
-from jaxpar.verification import distances, small_config, traces
 from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxpar.certification import distances, traces
 from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
 from jaxpar.model import transformer
@@ -17,7 +18,6 @@ from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import make_mesh, shardings
 from jaxpar.step import train_step
 from jaxpar.step.state import abstract_state, init_state, state_specs
-from jaxpar.verification import distances, traces
 from tests import weights
 from tests.slow import slow
 from tests.tiny import SMALL

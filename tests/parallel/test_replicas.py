@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jaxpar.certification.meshes import parse_meshes
 from jaxpar.config import ParallelConfig
 from jaxpar.monitoring.hlo import collective_bytes
 from jaxpar.parallel.collectives import varying
@@ -26,7 +27,6 @@ from jaxpar.sharding.axes import REPLICA
 from jaxpar.sharding.initial_values import initialize
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import ParamSpec, abstract, flat, partition_specs
-from jaxpar.verification.meshes import parse_meshes
 from tests.parallel import replicas_reference as plain
 from tests.slow import slow
 

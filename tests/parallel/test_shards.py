@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jaxpar.certification import small_config
 from jaxpar.config import Attention, Config, Glu, Layer, Model, ParallelConfig, replace
 from jaxpar.config.validate import resolve
 from jaxpar.execution.decisions import execution_of
@@ -18,7 +19,6 @@ from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.sharding.axes import AXES, TENSOR
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import make_mesh
-from jaxpar.verification import small_config
 from tests.parallel.test_collectives import N, mesh_of, normal, per_device
 
 B, T, D, F = 2, 32, 24, 80

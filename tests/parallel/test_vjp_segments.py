@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from jaxpar.certification import distances, small_config, traces
 from jaxpar.config import Attention, Config, Experts, Glu, Layer, Model, replace
 from jaxpar.config.validate import resolve
 from jaxpar.execution import decisions
@@ -18,7 +19,6 @@ from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step import train_step
 from jaxpar.step.state import abstract_state
-from jaxpar.verification import distances, small_config, traces
 from tests import weights
 from tests.slow import slow
 

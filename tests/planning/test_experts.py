@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from jaxpar.certification import small_config
 from jaxpar.commands import call, read
 from jaxpar.components.component import FeedForward
 from jaxpar.components.experts import Experts, experts_in
@@ -29,7 +30,6 @@ from jaxpar.planning.ranking import make_plan, nothing_fits
 from jaxpar.planning.showing import caveats
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import abstract_state, bytes_per_device, state_shardings
-from jaxpar.verification import small_config
 from scripts.docs import calibration
 
 QWEN = load_config("qwen3_30b_a3b")

@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxpar.certification.distances import zero_gradients
 from jaxpar.config import replace
 from jaxpar.config.command_line import load_config
 from jaxpar.config.validate import resolve
@@ -14,7 +15,6 @@ from jaxpar.planning.predict.layer_kinds import layer_kinds
 from jaxpar.planning.predict.shard import shard_of
 from jaxpar.sharding.params import flat
 from jaxpar.training.selftests.attention import choose_kernels
-from jaxpar.verification.distances import zero_gradients
 from tests.meshes.test_global_layers import GEMMA4
 
 CONFIG = load_config("gemma_4/31b")

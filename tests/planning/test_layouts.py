@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 
+from jaxpar.certification import small_config
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.command_line import load_config
 from jaxpar.config.validate import resolve
 from jaxpar.planning.layouts import describe, divisors, legal_layouts, meshes, values_of
 from jaxpar.planning.questions import counts_of_gpus
-from jaxpar.verification import small_config
 
 #: Odd numbers, so that many rules refuse something.
 SMALL = replace(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxpar.certification.meshes import parse_meshes
 from jaxpar.config import replace
 from jaxpar.config.validate import resolve
 from jaxpar.monitoring.hlo import collective_bytes
@@ -18,7 +19,6 @@ from jaxpar.planning.predict.memory import memory_of
 from jaxpar.planning.predict.shard import shard_of, state_bytes
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.step.state import abstract_state, state_shardings
-from jaxpar.verification.meshes import parse_meshes
 from tests.optimizer.updates import update_step
 from tests.slow import slow
 from tests.tiny import EXPERTS, TINY

@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from jaxpar.certification import small_config
 from jaxpar.config import Config, Experts, Glu, Router, replace
 from jaxpar.config.command_line import load_config
 from jaxpar.config.remat_policies import REMAT_NAMES
@@ -22,7 +23,6 @@ from jaxpar.planning.predict.shard import moment_bytes, shard_of, state_bytes
 from jaxpar.planning.ranking import predict
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import abstract_state, bytes_per_device, init_state, state_shardings
-from jaxpar.verification import small_config
 
 CARD = Path(__file__).resolve().parents[2] / "docs/benchmarks/optimizer_state-h100.json"
 

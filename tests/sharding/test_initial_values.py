@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar.certification import distances, traces
+from jaxpar.certification.meshes import parse_meshes
 from jaxpar.config import QkNorm
 from jaxpar.model.parameters import param_specs
 from jaxpar.sharding.initial_values import init_options, initialize
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import flat
 from jaxpar.step.state import _initial_values, init_state, state_shardings
-from jaxpar.verification import distances, traces
-from jaxpar.verification.meshes import parse_meshes
 from tests import weights
 from tests.slow import slow
 from tests.step.test_memory import BASE, SHARDED, STAGES, ready

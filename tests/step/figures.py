@@ -4,7 +4,7 @@
     python -m tests.step.figures --write        record them again, and print what changed
     python -m tests.step.figures --only gemma deepseek --parts specs plan
 
-Specs of parameters, sizes and FLOPs, the planner's predictions, the shrunk config of `verify`, its
+Specs of parameters, sizes and FLOPs, the planner's predictions, the shrunk config of `certify`, its
 fused layout, names in a checkpoint, and initial values: see `figures_of.py`. Each difference names
 the config, the part and the entry. Initial values hold for one version of JAX.
 """

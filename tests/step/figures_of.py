@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from jaxpar.certification.small_config import shrink
 from jaxpar.components.costs import NO_WIDTHS
 from jaxpar.config import Config, ConfigError, ParallelConfig, replace
 from jaxpar.config.config_file import CONFIGS, load_config
@@ -32,7 +33,6 @@ from jaxpar.sharding.fingerprint import named_leaves, text
 from jaxpar.sharding.mesh import axis_sizes
 from jaxpar.sharding.params import ParamSpec, flat, map_specs, split
 from jaxpar.step.state import abstract_state
-from jaxpar.verification.small_config import shrink
 from tests import weights
 from tests.fingerprints import sums_of
 
@@ -78,7 +78,7 @@ def _declared(spec: ParamSpec) -> str:
 
 @functools.cache
 def small(cfg: Config) -> Config:
-    """The model of `verify --shrink`, on MESH."""
+    """The model of `certify`, on MESH."""
     shrunk = replace(shrink(cfg, [MESH]), **{"parallel.layer_loop": "unroll"})
     return resolve(dataclasses.replace(shrunk, parallel=_mesh(shrunk)), 4)
 

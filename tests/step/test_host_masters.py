@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpar.certification import distances, traces
 from jaxpar.config import ConfigError, Router, replace
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import init_state, state_shardings
 from jaxpar.step.train_step import make_eval_step, make_gradient_step, make_train_step
-from jaxpar.verification import distances, traces
 from tests.slow import slow
 from tests.tiny import EXPERTS, TINY
 

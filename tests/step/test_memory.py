@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 
+from jaxpar.certification import traces
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.validate import resolve
 from jaxpar.model.flops import num_params
@@ -21,7 +22,6 @@ from jaxpar.step.state import (
 )
 from jaxpar.step.train_step import make_train_step
 from jaxpar.training import run
-from jaxpar.verification import traces
 from tests.slow import slow, slow_but
 from tests.tiny import SMALL
 

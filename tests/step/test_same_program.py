@@ -18,6 +18,8 @@ from unittest import mock
 import jax
 import pytest
 
+from jaxpar.certification import traces
+from jaxpar.certification.meshes import num_devices, parse_meshes
 from jaxpar.config import replace
 from jaxpar.config.validate import resolve
 from jaxpar.model import feed_forward
@@ -25,8 +27,6 @@ from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.identity import identity
 from jaxpar.step.state import abstract_state, state_shardings
 from jaxpar.step.train_step import make_train_step
-from jaxpar.verification import traces
-from jaxpar.verification.meshes import num_devices, parse_meshes
 from tests.slow import slow
 from tests.tiny import TINY
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
+from jaxpar.certification import distances, small_config, traces
 from jaxpar.config import Attention, Config, Glu, Layer, Model, replace
 from jaxpar.config.validate import resolve
 from jaxpar.execution import decisions
@@ -21,7 +22,6 @@ from jaxpar.sharding.params import flat
 from jaxpar.step import train_step
 from jaxpar.step.state import init_state
 from jaxpar.step.train_step import make_gradient_step, make_train_step
-from jaxpar.verification import distances, small_config, traces
 from tests.step.kernel_bodies import kernels_of
 
 pytestmark = pytest.mark.gpu

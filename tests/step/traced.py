@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxpar.certification.traces import max_segments, random_batch, shard_batch
 from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
 from jaxpar.inference import generation, harness_requests, speculative
@@ -15,7 +16,6 @@ from jaxpar.step.diloco import outer
 from jaxpar.step.forward import make_score_step, make_teacher_step
 from jaxpar.step.state import abstract_state, state_shardings
 from jaxpar.step.train_step import make_eval_step, make_gradient_step, make_train_step
-from jaxpar.verification.traces import max_segments, random_batch, shard_batch
 
 #: Devices of a mesh, but for text generation.
 DEVICES = 8

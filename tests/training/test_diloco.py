@@ -10,12 +10,12 @@ import pytest
 from jaxpar import checkpoint
 from jaxpar.api.loading import load_config
 from jaxpar.api.trainer import Trainer
+from jaxpar.certification import replay
 from jaxpar.checkpoint import read_saved
 from jaxpar.commands import call
 from jaxpar.convert.hf.exporting import open_export
 from jaxpar.runtime import exit_codes
 from jaxpar.sharding.mesh import make_mesh
-from jaxpar.verification import replay
 from tests.slow import slow
 
 FIELDS = """--parallel.replica 2 --diloco.every 4 --diloco.fragments 2 --train.num-steps 7

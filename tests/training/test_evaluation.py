@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxpar import checkpoint
+from jaxpar.certification import traces
 from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.command_line import read_config
@@ -29,7 +30,6 @@ from jaxpar.runtime import exit_codes
 from jaxpar.sharding.batch import IGNORED
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.training.run import Run
-from jaxpar.verification import traces
 from tests.slow import slow
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar import checkpoint
+from jaxpar.certification import traces
 from jaxpar.checkpoint import read_saved
 from jaxpar.commands import call
 from jaxpar.config import ConfigError
@@ -15,7 +16,6 @@ from jaxpar.convert.hf.exporting import open_export
 from jaxpar.inference.load import load
 from jaxpar.runtime import exit_codes
 from jaxpar.sharding.mesh import make_mesh
-from jaxpar.verification import traces
 
 WORDS = """--optimizer.ema-decay 0.6 --optimizer.ema-dtype {dtype} --optimizer.schedule constant
 --checkpoint.every 1 --checkpoint.keep 9 --evaluation.every 2 --evaluation.num-batches 1

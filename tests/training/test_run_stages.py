@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from jaxpar.certification import replay
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.stages import Stage
-from jaxpar.verification import replay
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

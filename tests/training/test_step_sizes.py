@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxpar.certification.replay import ReplayOptions, replay
 from jaxpar.checkpoint.saved import read_saved
 from jaxpar.config import ConfigError
 from jaxpar.runtime import exit_codes
 from jaxpar.training.step_guard import StepGuard
-from jaxpar.verification.replay import ReplayOptions, replay
 from tests import ranks
 from tests.slow import slow
 
@@ -104,7 +104,7 @@ def test_a_resumed_run_may_change_steps_to_come_only(whole, fields, config_file,
     assert records(run)[7]["tokens_seen"] == sum(a * b for a, b in SIZES) + 16 * 32
 
 
-@pytest.mark.slow  # quicker: verification/test_replay.py
+@pytest.mark.slow  # quicker: certification/test_replay.py
 def test_a_step_is_replayed_with_its_size(whole, only_devices):
     """From the checkpoint of step 3, over steps of two sizes."""
     with only_devices(1):

@@ -1,6 +1,6 @@
 """The whole model in plain jax.numpy: no sharding, no rematerialization, no kernels.
 
-`jaxpar.functional` makes functions of it, with which `python -m jaxpar.verify` and the tests
+`jaxpar.functional` makes functions of it, with which `python -m jaxpar.certify` and the tests
 compare every mesh. It deliberately shares only components and the names of their weights with
 `transformer.py`, so that a mistake in one of them shows as a difference.
 """

@@ -1,4 +1,4 @@
-"""Traces of training, on a mesh and with a plain model, for `verify.py` and the tests.
+"""Traces of training, on a mesh and with a plain model, for `certify` and the tests.
 
 A `TrainingTrace` records a few training steps: initial weights, first gradients, the loss of each
 step and the final weights, all as logical arrays on the host. `reference_trace` makes one with
@@ -35,7 +35,7 @@ from jaxpar.step.features.layer_metrics import every_probe
 from jaxpar.step.state import TrainState, init_state, to_logical
 from jaxpar.step.train_step import make_gradient_step, make_train_step
 
-# ----------------------- Random batches of packed pairs of responses, for `verify.py` and the tests
+# ----------------------- Random batches of packed pairs of responses, for `certify` and the tests
 
 
 #: Most pairs in a row of a random batch, and the share of tokens that belong to prompts.

@@ -9,13 +9,13 @@ import flax.traverse_util
 import jax
 import numpy as np
 
+from jaxpar.certification import traces
+from jaxpar.certification.traces import Arrays, TrainingTrace
 from jaxpar.components.attention import Attention
 from jaxpar.components.component import Mixer
 from jaxpar.config import Config, Model
 from jaxpar.config.lists.weight_schedules import with_weights_of
 from jaxpar.sharding.batch import Batch
-from jaxpar.verification import traces
-from jaxpar.verification.traces import Arrays, TrainingTrace
 
 
 def differing_arrays(found: Arrays, wanted: Arrays) -> list[str]:
@@ -155,7 +155,7 @@ class Comparison:
 
 
 def update_tolerance(tolerance: float) -> float:
-    """Return the bound on `update_errors` for a bound on gradients; `verify.py` derives it."""
+    """Return the bound on `update_errors` for a bound on gradients; `certify.py` derives it."""
     return tolerance * (1 + math.log(1 / tolerance))
 
 

@@ -1,4 +1,4 @@
-"""Options of `python -m jaxpar.verify`, its --mup, and `python -m jaxpar.checkpoint replay`."""
+"""Options of `python -m jaxpar.certify`, its --mup, and `python -m jaxpar.checkpoint replay`."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -13,21 +13,21 @@ MAX_STEPS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyOptions:
+class CertifyOptions:
     """Compare the weights, losses, gradients and optimizer steps of meshes with a plain, unsharded
     reference, in float32 on random packed documents."""
 
     config: ConfigArguments
     mesh: Annotated[tuple[str, ...], Written("AXIS=N,...")] = ()
-    """Meshes to verify. Other axes are 1. Other fields of the parallel section may follow:
+    """Meshes to certify. Other axes are 1. Other fields of the parallel section may follow:
     pipeline=2,num_microbatches=4,virtual_stages=2,zero=1,context=ring. Empty: a selection that fits
     the devices. Fields of the parallel section of CONFIG apply to every mesh that does not set them
     itself, except for the axes."""
     steps: Annotated[int, Range(0, MAX_STEPS, 5)] = 5
     """Optimizer steps. 0: gradients only."""
-    shrink: bool = False
-    """First reduce the model to a small one of the same kind: same flags, same ratios of heads and
-    widths, sizes that the meshes divide. Overrides apply afterwards."""
+    full: bool = False
+    """Keep the sizes of CONFIG. Otherwise the model is first reduced to a small one of the same
+    kind: the same features, sizes that the meshes divide; options of CONFIG apply afterwards."""
     tolerance: float = 1e-5
     """Maximum relative error."""
 

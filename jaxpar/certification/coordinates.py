@@ -1,4 +1,4 @@
-"""The coordinate check of µP, `python -m jaxpar.verify --mup`: the size of activations by width."""
+"""The coordinate check of µP (`jaxpar.certify --mup`): the size of activations by width."""
 
 import dataclasses
 import functools
@@ -12,6 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxpar.certification import traces
+from jaxpar.certification.options import FLAT, MupOptions
+from jaxpar.certification.small_config import float32
 from jaxpar.components.dims import dims_of, numbers
 from jaxpar.config import (
     Config,
@@ -35,9 +38,6 @@ from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import init_state, to_logical
 from jaxpar.step.train_step import make_train_step
-from jaxpar.verification import traces
-from jaxpar.verification.options import FLAT, MupOptions
-from jaxpar.verification.small_config import float32
 
 # ------------------------------------------------------------------------ A config at another width
 
@@ -236,7 +236,7 @@ def table(found: Mapping[int, ActivationSizes], exponents: list[Growth], toleran
     return "\n".join(lines(rows, left=(0, len(title) - 1)))
 
 
-# ------------------------------------------------------ The work of `python -m jaxpar.verify --mup`
+# ------------------------------------------------- The work of `python -m jaxpar.certify --mup`
 
 
 def widths_of(text: str, cfg: Config) -> list[int]:
@@ -266,7 +266,7 @@ def check_coordinates(options: MupOptions, model_from: ModelReader) -> int:
     cfg = prepared(asked, options.sequences, options.length)
     configs = {width: resolve(widened(cfg, width), 1) for width in widths_of(options.widths, asked)}
     options.config.show(asked)
-    rendezvous.require_single_process("jaxpar.verify --mup")
+    rendezvous.require_single_process("jaxpar.certify --mup")
     runtime.start(Config(run=asked.run))
     title, under = _conditions(options, cfg)
     print(f"{title}: {under}", flush=True)

@@ -1,4 +1,4 @@
-"""Parses and resolves the meshes to verify."""
+"""Parses and resolves the meshes to certify."""
 
 import dataclasses
 import math
@@ -38,7 +38,7 @@ def refuse_rounding(meshes: dict[str, ParallelConfig], parallel: ParallelConfig)
         for field in ("gather_dtype", "grad_reduce"):
             value = getattr(mesh, field)
             if value != getattr(parallel, field):
-                rule = f"sets {field}, but verify compares in float32"
+                rule = f"sets {field}, but certify compares in float32"
                 raise ConfigError("--mesh", name, rule, f"remove {field}={value}")
 
 
@@ -133,7 +133,7 @@ def resolve_meshes(
             f"Simulate them with --run.cpu-devices {most}"
         )
     if not configs:
-        raise ConfigError("--mesh", None, "no default mesh fits this config", "add --shrink")
+        raise ConfigError("--mesh", None, "no default mesh fits this config", "leave out --full")
     return configs
 
 

@@ -1,6 +1,6 @@
 """Check that every mesh computes the same as the reference model.
 
-    python -m jaxpar.verify llama3_8b --shrink --mesh data=2,tensor=2 --mesh pipeline=2,sequence=2
+    python -m jaxpar.certify llama3_8b --mesh data=2,tensor=2 --mesh pipeline=2,sequence=2
 
 Each mesh trains in float32 for a few steps on random packed documents, on simulated CPU devices or
 on the available accelerators, and is compared with `model/plain` and optax on one device.
@@ -9,7 +9,7 @@ The criteria, where `t` is --tolerance:
     weights at init   identical bits on every mesh
     loss              every step: relative error at most t
     gradients         every parameter: largest error at most t times its largest gradient, or 4
-                      times what rounding does to it, at most 10 t (`verification/distances.py`)
+                      times what rounding does to it, at most 10 t (`certification/distances.py`)
     weights after     every parameter: mean error at most t * (1 + ln(1/t)) times the mean change
 
 The last criterion is a mean because Adam moves an element by about lr * g / |g|, whatever the size
@@ -17,26 +17,26 @@ of its gradient g. Where |g| is at most the gradient error d, the update is arbi
 so the largest error has no useful bound. For gradients distributed uniformly up to s, the mean of
 min(1, d / |g|) is (d / s) * (1 + ln(s / d)), and d / s is at most t. This holds for one step. In
 later steps, such updates change all gradients; Adam's eps is increased to keep the effect small
-(`small_config.steady`). `verification/traces.py` makes the traces that are compared.
+(`small_config.steady`). `certification/traces.py` makes the traces that are compared.
 
 Exit codes: 0 all agree, 1 a mismatch, 2 bad input; with --mup: 0 flat, 1 sizes grow or updates
 shrink with the width.
 """
 
 from jaxpar import commands
-from jaxpar.verification.options import MupOptions, VerifyOptions
+from jaxpar.certification.options import CertifyOptions, MupOptions
 
-OPTIONS = {"": VerifyOptions, "--mup": MupOptions}
+OPTIONS = {"": CertifyOptions, "--mup": MupOptions}
 
 
-def main(options: VerifyOptions | MupOptions) -> int:
+def main(options: CertifyOptions | MupOptions) -> int:
     """Compare the meshes, or the widths, and return the exit code."""
-    from jaxpar.verification.command import verify
-    from jaxpar.verification.coordinates import check_coordinates
+    from jaxpar.certification.command import certify
+    from jaxpar.certification.coordinates import check_coordinates
 
     if isinstance(options, MupOptions):
         return check_coordinates(options, commands.model_from)
-    return verify(options, commands.model_from)
+    return certify(options, commands.model_from)
 
 
 if __name__ == "__main__":

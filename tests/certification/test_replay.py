@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxpar.certification import replay
 from jaxpar.checkpoint.saved import METADATA, folder, saved_steps
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.monitoring.recent_steps import RECENT_FILE, bits, read_recent
 from jaxpar.runtime import exit_codes
 from jaxpar.step import train_step
-from jaxpar.verification import replay
 from tests.e2e.test_train import files_of
 from tests.kept_steps import kept
 from tests.training.test_guards import FLAGS, NOISE, noisy_batches

@@ -1,4 +1,4 @@
-"""The work of `python -m jaxpar.verify`: its devices, its meshes, and their comparison."""
+"""The work of `python -m jaxpar.certify`: its devices, its meshes, and their comparison."""
 
 import dataclasses
 import math
@@ -6,6 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import jax
 
+from jaxpar.certification import distances, small_config, traces
+from jaxpar.certification.distances import rounding_errors
+from jaxpar.certification.meshes import num_devices, parse_meshes, refuse_rounding, resolve_meshes
+from jaxpar.certification.options import CertifyOptions
 from jaxpar.components.attention import Attention
 from jaxpar.components.experts import experts_in
 from jaxpar.components.model import in_words
@@ -26,12 +30,8 @@ from jaxpar.runtime.processes import rendezvous
 from jaxpar.runtime.stages import stage
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import count
-from jaxpar.verification import distances, small_config, traces
-from jaxpar.verification.distances import rounding_errors
-from jaxpar.verification.meshes import num_devices, parse_meshes, refuse_rounding, resolve_meshes
-from jaxpar.verification.options import VerifyOptions
 
-# ---------------------------------------------------- Prints the table of `python -m jaxpar.verify`
+# ----------------------------------------------- Prints the table of `python -m jaxpar.certify`
 
 
 COLUMNS = ("mesh", "weights at init", "loss", "worst gradient", "weights after", "verdict")
@@ -56,7 +56,7 @@ class MeshRow:
 
 
 def print_conditions(
-    options: VerifyOptions, asked: Config, cfg: Config, devices: Sequence[jax.Device]
+    options: CertifyOptions, asked: Config, cfg: Config, devices: Sequence[jax.Device]
 ) -> None:
     """Print what is compared, and in which precision."""
     m, kind, n = cfg.model, devices[0].device_kind, len(devices)
@@ -65,7 +65,7 @@ def print_conditions(
         f" instead of {asked.compute.dtype}" if asked.compute.dtype != cfg.compute.dtype else ""
     )
     lines = (
-        f"{options.config.name}{', shrunk' if options.shrink else ''}: {count(param_specs(m)):,} "
+        f"{options.config.name}{'' if options.full else ', shrunk'}: {count(param_specs(m)):,} "
         f"parameters; d_model {m.d_model}, vocabulary {m.vocab_size}; {in_words(layers)}",
         *map(str, dict.fromkeys(layers)),
         f"{cfg.train.global_batch_size} sequences of {cfg.data.seq_len} tokens a step, random "
@@ -145,7 +145,7 @@ EXPERT_MESHES = (
 
 
 def default_meshes(model: Model) -> tuple[str, ...]:
-    """Return the meshes to verify if none is named.
+    """Return the meshes to certify if none is named.
 
     Unequal stages of a model whose layers differ would have whole periods: many layers. A ring
     computes softmax attention alone.
@@ -190,7 +190,7 @@ def start_devices(run: RunConfig, needed: int) -> list[jax.Device]:
 
     Args:     needed: CPU devices to simulate if there are no accelerators.
     """
-    rendezvous.require_single_process("jaxpar.verify")
+    rendezvous.require_single_process("jaxpar.certify")
     try:
         runtime.start(Config(run=run))
         if not run.cpu_devices:
@@ -207,7 +207,7 @@ def refuse_large(cfg: Config, on_meshes: Iterable[Config], devices: Sequence[jax
     size = count(param_specs(cfg.model))
     if size > MAX_PARAMS_ON_CPU:
         rule = f"must be at most {MAX_PARAMS_ON_CPU} on a CPU, which would take too long"
-        raise ConfigError("number of parameters", size, rule, "add --shrink")
+        raise ConfigError("number of parameters", size, rule, "leave out --full")
     for on_mesh in on_meshes:
         check_host(on_mesh, num_devices(on_mesh.parallel), host_memory())
 
@@ -232,7 +232,7 @@ def own_code(cfg: Config) -> list[str]:
     return lines
 
 
-def verify(options: VerifyOptions, model_from: ModelReader) -> int:
+def certify(options: CertifyOptions, model_from: ModelReader) -> int:
     """Compare every mesh, print the table, and return the exit code.
 
     Args:     model_from: reads the model that `--model.from` names.
@@ -244,7 +244,7 @@ def verify(options: VerifyOptions, model_from: ModelReader) -> int:
     cfg = small_config.float32(without_schedules(asked))
     meshes = parse_meshes(options.mesh or default_meshes(cfg.model), cfg.parallel)
     refuse_rounding(meshes, cfg.parallel)
-    if options.shrink:
+    if not options.full:
         cfg = small_config.shrink(cfg, list(meshes.values()))
         others, _ = take_source(list(expand_set_options(options.config.overrides)))
         cfg = small_config.float32(parse_overrides(cfg, others))

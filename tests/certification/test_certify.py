@@ -1,4 +1,4 @@
-"""The program `python -m jaxpar.verify`: what it prints, when it fails, what it refuses."""
+"""The program `python -m jaxpar.certify`: what it prints, when it fails, what it refuses."""
 
 import dataclasses
 import json
@@ -7,6 +7,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxpar.certification import command, distances, small_config, traces
+from jaxpar.certification import meshes as verification_meshes
+from jaxpar.certification.distances import rounding_errors
 from jaxpar.commands import call
 from jaxpar.components.attention import Attention
 from jaxpar.components.experts import Experts
@@ -30,19 +33,16 @@ from jaxpar.parallel import gradients
 from jaxpar.sharding import params
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step import links, train_step
-from jaxpar.verification import command, distances, small_config, traces
-from jaxpar.verification import meshes as verification_meshes
-from jaxpar.verification.distances import rounding_errors
 
-#: As little as `--shrink` and overrides leave.
-TINY = ["quickstart", "--shrink", "--model.num-layers", "2", "--model.vocab-size", "32"]
+#: As little as shrinking and overrides leave.
+TINY = ["quickstart", "--model.num-layers", "2", "--model.vocab-size", "32"]
 
 # Verify must find the session's devices started.
 pytestmark = pytest.mark.usefixtures("quick_compile", "devices")
 
 
 def test_meshes_agree(capsys):
-    code = call("verify", [*TINY, "--mesh", "data=2,tensor=2,zero=1", "--steps", "2"])
+    code = call("certify", [*TINY, "--mesh", "data=2,tensor=2,zero=1", "--steps", "2"])
     shown = capsys.readouterr().out
     assert code == 0
     assert "float32, highest matmul precision" in shown and "layers x 2" in shown
@@ -97,7 +97,7 @@ def test_a_wrong_gradient_fails_and_is_named(capsys, monkeypatch):
     right = gradients.reduce_gradients
     wrong = lambda g, s, axes: reduce_wrongly(right(g, s, axes), s)  # noqa: E731
     monkeypatch.setattr(links, "reduce_gradients", wrong)
-    code = call("verify", [*TINY, "--mesh", "data=2", "--steps", "0"])
+    code = call("certify", [*TINY, "--mesh", "data=2", "--steps", "0"])
     shown = capsys.readouterr().out
     assert code == 1
     assert "MISMATCH" in shown
@@ -145,7 +145,7 @@ def test_gradients_of_twice_the_size_fail(capsys, monkeypatch):
     """Adam with the config's eps would not know."""
     clip = train_step.clip
     monkeypatch.setattr(train_step, "clip", lambda *of: jax.tree.map(lambda g: 2 * g, clip(*of)))
-    code = call("verify", [*TINY, "--mesh", "data=2", "--steps", "2"])
+    code = call("certify", [*TINY, "--mesh", "data=2", "--steps", "2"])
     shown = capsys.readouterr().out
     assert code == 1
     assert "after the steps, allowed" in shown and "gradient of" not in shown
@@ -206,7 +206,7 @@ def test_a_mesh_may_set_a_float():
         (["quickstart", "--mesh", "data=2,data=2"], "given twice"),
         (["quickstart", "--mesh", "expert_slack=few"], "'few' is not a number. Fix: use expert_s"),
         (
-            ["quickstart_moe", "--shrink", "--mesh", "expert=2,expert_slack=nan"],
+            ["quickstart_moe", "--mesh", "expert=2,expert_slack=nan"],
             "expert_slack = nan: must be finite",
         ),
         (["quickstart", "--mesh", "context=star"], "must be one of allgather, ring, ulysses"),
@@ -218,16 +218,16 @@ def test_a_mesh_may_set_a_float():
                 "--compute.matmul-dtype",
                 "float8",
             ],
-            "sets gather_dtype, but verify compares in float32. Fix: remove gather_dtype=float8",
+            "sets gather_dtype, but certify compares in float32. Fix: remove gather_dtype=float8",
         ),
         (["quickstart", "--mesh", "data=2,grad_reduce=bfloat16"], "sets grad_reduce"),
         (["quickstart", "--mesh", "data=32"], "needs 32 devices.*--run.cpu-devices 32"),
-        (["quickstart", "--mesh", "tensor=5"], r"parallel\.tensor = 5"),
+        (["quickstart", "--full", "--mesh", "tensor=5"], r"parallel\.tensor = 5"),
         (
             ["quickstart_moe", "--model.layers.feed-forward.experts-per-token", "1"],
             "_token = 1: leaves the router without a gradient",
         ),
-        (["llama3_8b", "--mesh", "data=2"], "8030261248.*add --shrink"),
+        (["llama3_8b", "--full", "--mesh", "data=2"], "8030261248.*leave out --full"),
         (["quickstart", "--tolerance", "2"], "must be between 0 and 1"),
         (["quickstart", "--steps", "-1"], "must not be negative"),
         (["quickstart", "--steps", "few"], "--steps = 'few': must be a whole number"),
@@ -245,30 +245,30 @@ def test_a_mesh_may_set_a_float():
         ),
         (["quickstart", "--mesh", "data=2,virtual_stages=99999"], "virtual_stages must be at most"),
         (["quickstart", "--model.d-modle", "8"], "is not a field"),
-        (["quickstart", "--shrink", "--model.*.mixer.num-kv-heads", "0"], "heads = 0: must be at"),
-        (["quickstart", "--shrink", "--model.*.mixer.head-dim", "0"], "dim = 0: must be at least"),
-        (["quickstart", "--shrink", "--data.seq-len", "0"], "seq_len = 0: must be at least"),
+        (["quickstart", "--model.*.mixer.num-kv-heads", "0"], "heads = 0: must be at"),
+        (["quickstart", "--model.*.mixer.head-dim", "0"], "dim = 0: must be at least"),
+        (["quickstart", "--data.seq-len", "0"], "seq_len = 0: must be at least"),
     ],
 )
 def test_bad_input_is_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
-        call("verify", arguments)
+        call("certify", arguments)
 
 
 @pytest.mark.parametrize("use", [[], ["--mup"]])
 def test_print_config_compares_nothing(use, capsys):
     with pytest.raises(SystemExit) as stop:
-        call("verify", [*use, *TINY[:1], "--model.num-layers", "2", "--print-config"])
+        call("certify", [*use, *TINY[:1], "--model.num-layers", "2", "--print-config"])
     assert stop.value.code == 0
     assert json.loads(capsys.readouterr().out)["model"]["layers"]["order"] == [0, 0]
 
 
 def test_help_documents_every_option(capsys):
     with pytest.raises(SystemExit) as stop:
-        call("verify", ["--help"])
+        call("certify", ["--help"])
     shown = capsys.readouterr().out
     assert stop.value.code == 0
-    named = "--mesh --steps --shrink --tolerance --run.cpu-devices --model.d-model"
+    named = "--mesh --steps --full --tolerance --run.cpu-devices --model.d-model"
     for option in named.split():
         assert option in shown
 

@@ -4,11 +4,7 @@ import dataclasses
 
 import pytest
 
-from jaxpar.commands import call
-from jaxpar.config import Attention, Config, ConfigError, GatedDeltaNet, Glu, Layer, replace
-from jaxpar.config.validate import resolve
-from jaxpar.sharding.mesh import make_mesh
-from jaxpar.verification.coordinates import (
+from jaxpar.certification.coordinates import (
     KINDS,
     ActivationSizes,
     Growth,
@@ -20,6 +16,10 @@ from jaxpar.verification.coordinates import (
     widened,
     widths_of,
 )
+from jaxpar.commands import call
+from jaxpar.config import Attention, Config, ConfigError, GatedDeltaNet, Glu, Layer, replace
+from jaxpar.config.validate import resolve
+from jaxpar.sharding.mesh import make_mesh
 from tests.tiny import ATTENTION, TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
@@ -123,4 +123,4 @@ def test_what_is_not_checked(fields, said):
 )
 def test_wrong_options(args, said):
     with pytest.raises(ConfigError, match=said):
-        call("verify", ["--mup", *args])
+        call("certify", ["--mup", *args])

@@ -19,6 +19,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxpar import checkpoint
+from jaxpar.certification import distances, small_config, traces
+from jaxpar.certification.command import compare_meshes, start_devices
+from jaxpar.certification.meshes import parse_meshes, resolve_meshes
 from jaxpar.components.attention import Attention
 from jaxpar.components.component import FeedForward, Mixer, Term
 from jaxpar.components.experts import Experts
@@ -36,9 +39,6 @@ from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import flat
 from jaxpar.step.state import init_state, to_logical
 from jaxpar.step.train_step import make_train_step
-from jaxpar.verification import distances, small_config, traces
-from jaxpar.verification.command import compare_meshes, start_devices
-from jaxpar.verification.meshes import parse_meshes, resolve_meshes
 
 #: Devices that the meshes have.
 DEVICES = 4

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jaxpar import checkpoint
+from jaxpar.certification.options import ReplayOptions
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.json_reader import UnreadableJson, read_json
 from jaxpar.config.options import check_ranges
@@ -34,7 +35,6 @@ from jaxpar.training import initial_weights
 from jaxpar.training.chosen import recorded_in
 from jaxpar.training.run import Run
 from jaxpar.training.step_guard import Window
-from jaxpar.verification.options import ReplayOptions
 
 #: Relative difference of a step's loss between devices or meshes, up to which the order of sums
 #: explains it.

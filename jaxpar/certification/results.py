@@ -1,0 +1,66 @@
+"""What the checks of `python -m jaxpar.certify` are given, and what they return.
+
+A check is a function from a `Subject` to its results, each as soon as it is known. `CHECKS` in
+`checks.py` lists them all; the command, the certificate and the tests know no check by name.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import jax
+
+from jaxpar.config import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What is certified.
+
+    Args:
+        asked: the config as the user gave it.
+        small: the config that is run: shrunk, with its own features, float32, one device.
+        meshes: by name, `small` on each mesh.
+        devices: those that the meshes take theirs from.
+        steps: optimizer steps to compare.
+        tolerance: largest relative error of what is not rounded to a small dtype.
+    """
+
+    asked: Config
+    small: Config
+    meshes: Mapping[str, Config]
+    devices: Sequence[jax.Device]
+    steps: int
+    tolerance: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One comparison.
+
+    Args:
+        check: name of the check.
+        mesh: where it ran; "" if on no mesh of its own.
+        what: what is compared; after a failure, the first wrong tensor, layer and direction.
+        distance: between the two; 0 for equal bits.
+        tolerance: largest distance that passes.
+        not_run: why it was not run; "" if it was.
+    """
+
+    check: str
+    mesh: str
+    what: str
+    distance: float = 0.0
+    tolerance: float = 0.0
+    not_run: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the distance is within the tolerance. A NaN is not."""
+        return bool(self.not_run) or (
+            math.isfinite(self.distance) and self.distance <= self.tolerance
+        )
+
+
+#: A check. It says what it leaves out by a result with `not_run`.
+Check = Callable[[Subject], Iterator[Result]]
