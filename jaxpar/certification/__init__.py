@@ -1,4 +1,4 @@
-"""Verifies meshes against a plain model, and replays steps of a run."""
+"""Certifies meshes against a plain model, and replays steps of a run."""
 
 MAY_IMPORT = (
     "components",
