@@ -1,15 +1,17 @@
-"""The work of `python -m jaxpar.certify`: its devices, its meshes, and their comparison."""
+"""The work of `python -m jaxpar.certify`: its devices, its meshes, its checks and their results."""
 
 import dataclasses
-import math
-from collections.abc import Iterable, Sequence
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 
-from jaxpar.certification import distances, small_config, traces
-from jaxpar.certification.distances import rounding_errors
+from jaxpar.certification import distances, small_config
+from jaxpar.certification.checks import CHECKS
 from jaxpar.certification.meshes import num_devices, parse_meshes, refuse_rounding, resolve_meshes
 from jaxpar.certification.options import CertifyOptions
+from jaxpar.certification.results import Check, Result, Subject
 from jaxpar.components.attention import Attention
 from jaxpar.components.experts import experts_in
 from jaxpar.components.model import in_words
@@ -27,32 +29,82 @@ from jaxpar.runtime import exit_codes, tables
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.host_memory import host_memory
 from jaxpar.runtime.processes import rendezvous
-from jaxpar.runtime.stages import stage
-from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import count
 
-# ----------------------------------------------- Prints the table of `python -m jaxpar.certify`
+# --------------------------------------------- Prints the results of `python -m jaxpar.certify`
 
 
-COLUMNS = ("mesh", "weights at init", "loss", "worst gradient", "weights after", "verdict")
+#: The quantities of a mesh that have a column. Another one has it if it is the worst.
+SHOWN = ("initial values", "loss", "gradient", "weights after")
+
+WIDTHS = (14, 8, 25, 25, 25)
 
 
-@dataclasses.dataclass(frozen=True)
-class MeshRow:
-    """The comparison of one mesh."""
+def cells(of_mesh: Sequence[Result]) -> list[str]:
+    """Return a mesh's results as text: SHOWN, the one of the others nearest its bound, verdict."""
+    shown = {name: "-" for name in (*SHOWN, "other")}
+    nearest = -1.0
+    for result in of_mesh:
+        error = f"{result.distance:.1e} {result.where}".strip()
+        column = next((name for name in SHOWN if result.what.startswith(name)), "other")
+        if column == "initial values":
+            error = f"{result.distance:.0f} differ" if result.distance else "same bits"
+        if column == "other":
+            share = result.distance / result.tolerance if result.tolerance else 0.0
+            share = share if result.passed else float("inf")
+            if share <= nearest:
+                continue
+            nearest, error = share, f"{result.distance:.1e} {result.what}"
+        shown[column] = error
+    return [*shown.values(), "ok" if all(r.passed for r in of_mesh) else "MISMATCH"]
 
-    mesh: str
-    loss: float
-    found: distances.Comparison
 
-    def cells(self) -> tuple[str, ...]:
-        """Return the row as text, in the order of COLUMNS."""
-        f = self.found
-        named = lambda pair: f"{pair[0]:.1e} {pair[1]}" if pair else "-"  # noqa: E731
-        init = f"{len(f.differing)} differ" if f.differing else "same bits"
-        loss = f"{self.loss:.6f} ({f.loss:.1e})"
-        verdict = "MISMATCH" if f.mismatches() else "ok, rounding" if f.is_rounding else "ok"
-        return self.mesh, init, loss, named(f.gradient), named(f.update), verdict
+def print_results(results: Iterable[Result], width: int) -> list[Result]:
+    """Print the results of a check, each as soon as it is known: a mesh, or a result, a line.
+
+    Args:     width: length of the longest mesh name.
+    Returns:  the results.
+    """
+    found, first, now = list[Result](), True, time.monotonic()
+    for mesh, group in itertools.groupby(results, key=lambda result: result.mesh):
+        of_mesh = list(group)
+        found += of_mesh
+        run = [result for result in of_mesh if not result.not_run]
+        if run and mesh:
+            if first:
+                head = ("mesh", *SHOWN, "other, nearest its bound", "verdict")
+                print(tables.line(head, (width, *WIDTHS, 0), left=range(len(head))), flush=True)
+            first = False
+            took = f"{time.monotonic() - now:.0f} s"
+            row = (mesh, *cells(run))
+            row = (*row[:-1], f"{row[-1]}, {took}")
+            print(tables.line(row, (width, *WIDTHS, 0), left=range(len(row))), flush=True)
+        for result in run if not mesh else ():
+            verdict = "ok" if result.passed else "MISMATCH"
+            at = f": {result.where}" if result.where else ""
+            off = f"{result.distance:.1e} of at most {result.tolerance:.1e}"
+            print(f"{result.check}: {result.what}{at}  {off}  {verdict}", flush=True)
+        now = time.monotonic()
+    return found
+
+
+def run_checks(
+    subject: Subject, checks: Iterable[tuple[str, Check]] = CHECKS
+) -> Iterator[list[Result]]:
+    """Run checks, print their results, and yield those of each check."""
+    width = max(map(len, subject.meshes), default=4)
+    for _, run in checks:
+        yield print_results(run(subject), width)
+
+
+def summary(results: Sequence[Result]) -> str:
+    """Return what failed, what was not run and why, and how much agrees."""
+    lines = [str(result) for result in results if not result.passed]
+    lines += [f"not run: {result}" for result in results if result.not_run]
+    run = [result for result in results if not result.not_run]
+    agree = sum(result.passed for result in run)
+    lines.append(f"{agree} of {len(run)} comparisons agree")
+    return "\n".join(lines)
 
 
 def print_conditions(
@@ -81,21 +133,6 @@ def print_conditions(
         f"{n} simulated CPU devices" if kind == "cpu" else f"{n} {kind}",
     )
     print("\n".join(lines), flush=True)
-
-
-def print_table(rows: Iterable[MeshRow], steps: int, width: int) -> list[str]:
-    """Print the rows, each as soon as it is done.
-
-    Args:     width: length of the longest mesh name.
-    Returns:  descriptions of all mismatches.
-    """
-    columns = [f"{c} {steps} steps" if c == "weights after" else c for c in COLUMNS]
-    widths, each, wrong = (width, 15, 18, 25, 25, 0), range(len(columns)), list[str]()
-    print(tables.line(columns, widths, left=each), flush=True)
-    for row in rows:
-        print(tables.line(row.cells(), widths, left=each), flush=True)
-        wrong += [f"{row.mesh}: {what}" for what in row.found.mismatches()]
-    return wrong
 
 
 #: Parameters above which a step of the plain reference takes minutes on a CPU.
@@ -159,32 +196,6 @@ def default_meshes(model: Model) -> tuple[str, ...]:
     return tuple(mesh for mesh in DEFAULT_MESHES if not any(part in mesh for part in left_out))
 
 
-def compare_meshes(
-    cfg: Config,
-    configs: dict[str, Config],
-    devices: Sequence[jax.Device],
-    steps: int,
-    tolerance: float,
-) -> Iterable[MeshRow]:
-    """Yield a row for each mesh, as soon as it is done."""
-    batches = [traces.random_batch(cfg, i) for i in range(max(steps, 1))]
-    with stage("training the reference"):
-        wanted = traces.reference_trace(cfg, batches, steps)
-    zero = distances.zero_gradients(cfg.model)
-    options = traces.QUICK_COMPILE if devices[0].platform == "cpu" else None
-    rounding: dict[str, float] = {}
-    for name, on_mesh in configs.items():
-        mesh = make_mesh(on_mesh.parallel, devices[: math.prod(axis_sizes(on_mesh.parallel))])
-        with stage(f"training on {name}"):
-            found = traces.mesh_trace(on_mesh, mesh, batches, steps, options)
-        compared = distances.compare(found, wanted, tolerance, zero)
-        if compared.gradient[0] > tolerance:
-            with stage("evaluating the reference in float64"):
-                rounding = rounding or rounding_errors(wanted, batches[0], cfg, zero)
-            compared = distances.compare(found, wanted, tolerance, zero, rounding)
-        yield MeshRow(name, found.loss, compared)
-
-
 def start_devices(run: RunConfig, needed: int) -> list[jax.Device]:
     """Start JAX's backend: the simulated CPU devices of a run, or without the accelerators.
 
@@ -233,7 +244,7 @@ def own_code(cfg: Config) -> list[str]:
 
 
 def certify(options: CertifyOptions, model_from: ModelReader) -> int:
-    """Compare every mesh, print the table, and return the exit code.
+    """Run every check, print its results, and return the exit code.
 
     Args:     model_from: reads the model that `--model.from` names.
     """
@@ -251,15 +262,12 @@ def certify(options: CertifyOptions, model_from: ModelReader) -> int:
     cfg = small_config.steady(cfg)
     needed = max(map(num_devices, meshes.values())) if options.mesh else DEFAULT_DEVICES
     devices = start_devices(asked.run, needed)
-    configs = resolve_meshes(cfg, meshes, len(devices), given=bool(options.mesh))
+    configs, left_out = resolve_meshes(cfg, meshes, len(devices), given=bool(options.mesh))
     refuse_large(cfg, configs.values(), devices)
     print_conditions(options, asked, cfg, devices)
+    subject = Subject(asked, cfg, configs, left_out, devices, options.steps, options.tolerance)
     with jax.default_matmul_precision("highest"):
-        rows = compare_meshes(cfg, configs, devices, options.steps, options.tolerance)
-        wrong = print_table(rows, options.steps, max(map(len, configs)))
-    for line in own_code(cfg):
-        print(line)
-    left = len(meshes) - len(configs)
-    agree = f"{len(configs)} of {len(meshes)} agree" + f"; {left} not compared" * bool(left)
-    print("\n".join(wrong) if wrong else agree)
-    return exit_codes.EXIT_ERROR if wrong else exit_codes.EXIT_OK
+        results = [result for of_check in run_checks(subject) for result in of_check]
+    print("\n".join([*own_code(cfg), summary(results)]))
+    passed = all(result.passed for result in results)
+    return exit_codes.EXIT_OK if passed else exit_codes.EXIT_ERROR

@@ -20,8 +20,10 @@ from jax.sharding import PartitionSpec
 
 from jaxpar import checkpoint
 from jaxpar.certification import distances, small_config, traces
-from jaxpar.certification.command import compare_meshes, start_devices
+from jaxpar.certification.command import start_devices
+from jaxpar.certification.comparison import compare_meshes
 from jaxpar.certification.meshes import parse_meshes, resolve_meshes
+from jaxpar.certification.results import Subject
 from jaxpar.components.attention import Attention
 from jaxpar.components.component import FeedForward, Mixer, Term
 from jaxpar.components.experts import Experts
@@ -83,7 +85,7 @@ class Case:
     def on(self, mesh: str) -> Config:
         """Return the config on a mesh."""
         parallel = parse_meshes([mesh], self.cfg.parallel)
-        return resolve_meshes(self.cfg, parallel, DEVICES, given=True)[mesh]
+        return resolve_meshes(self.cfg, parallel, DEVICES, given=True)[0][mesh]
 
 
 def check(
@@ -232,8 +234,8 @@ def _on_meshes(case: Case, meshes: tuple[str, ...]) -> Iterator[str]:
             configs[mesh] = case.on(mesh)
         except ConfigError as error:
             yield f"{mesh}: {error}"
-    for row in compare_meshes(case.cfg, configs, jax.devices(), 0, case.tolerance):
-        yield from (f"{row.mesh}: {what}" for what in row.found.mismatches())
+    subject = Subject(case.cfg, case.cfg, configs, {}, jax.devices(), 0, case.tolerance)
+    yield from (str(result) for result in compare_meshes(subject) if not result.passed)
 
 
 def _mesh_of(cfg: Config) -> Any:

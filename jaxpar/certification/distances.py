@@ -1,7 +1,8 @@
 """Distances between two traces of training, and their tolerances."""
 
+import functools
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 
 from jaxpar.certification import traces
+from jaxpar.certification.results import Result
 from jaxpar.certification.traces import Arrays, TrainingTrace
 from jaxpar.components.attention import Attention
 from jaxpar.components.component import Mixer
@@ -128,30 +130,24 @@ class Comparison:
         """Bound on the error of the worst gradient."""
         return max(self.tolerance, self.allowed)
 
-    @property
-    def is_rounding(self) -> bool:
-        """Whether a gradient is off by more than the tolerance, which rounding explains."""
-        return self.tolerance < self.gradient[0] <= self.gradient_bound
+    def results(self, check: str, mesh: str, steps: int) -> Iterator[Result]:
+        """Yield a result for each quantity."""
+        t, result = self.tolerance, functools.partial(Result, check, mesh)
+        differing = ", ".join(self.differing)
+        yield result("initial values", len(self.differing), where=differing)
+        yield result("loss", self.loss, t)
+        error, name = self.gradient
+        yield result("gradient", error, self.gradient_bound, where=name)
+        if self.probe:
+            error, name = self.probe
+            yield result("probe", error, t, where=name)
+        if self.update:
+            error, name = self.update
+            yield result(f"weights after {steps} steps", error, update_tolerance(t), where=name)
 
     def mismatches(self) -> list[str]:
         """Describe everything that exceeds the tolerance."""
-        t, found = self.tolerance, []
-        if self.differing:
-            found.append(f"initial weights of {', '.join(self.differing)} differ")
-        if self.loss > t:
-            found.append(f"loss is off by {self.loss:.1e}, allowed {t:.1e}")
-        if self.gradient[0] > self.gradient_bound:
-            error, name = self.gradient
-            allowed = f"allowed {self.gradient_bound:.1e}"
-            found.append(f"gradient of {name} is off by {error:.1e}, {allowed}")
-        if self.probe and self.probe[0] > t:
-            error, name = self.probe
-            found.append(f"probe {name} is off by {error:.1e}, allowed {t:.1e}")
-        if self.update and self.update[0] > update_tolerance(t):
-            error, name = self.update
-            allowed = f"allowed {update_tolerance(t):.1e}"
-            found.append(f"{name} is off by {error:.1e} after the steps, {allowed}")
-        return found
+        return [str(result) for result in self.results("", "", 0) if not result.passed]
 
 
 def update_tolerance(tolerance: float) -> float:

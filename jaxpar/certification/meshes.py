@@ -92,18 +92,16 @@ def num_devices(parallel: ParallelConfig) -> int:
 
 def resolve_meshes(
     cfg: Config, meshes: dict[str, ParallelConfig], available: int, *, given: bool
-) -> dict[str, Config]:
+) -> tuple[dict[str, Config], dict[str, str]]:
     """Resolve the config of each mesh.
 
-    Leaves out default meshes that cannot run, and prints which, and why.
-
     Args:     given: the meshes come from the command line rather than from the defaults.
+    Returns:  the configs, and of default meshes that cannot run, why; each by name.
     Raises:   ConfigError for a given mesh that cannot run, for an error that all default meshes
               have in common, and if none is left.
     """
     configs: dict[str, Config] = {}
-    too_large: dict[str, int] = {}
-    left_out: dict[str, ConfigError] = {}
+    left_out: dict[str, str] = {}
     for name, parallel in meshes.items():
         needed = num_devices(parallel)
         try:
@@ -118,23 +116,12 @@ def resolve_meshes(
         except ConfigError as error:
             if given:
                 raise
-            if needed <= available:
-                left_out[name] = error
-            else:
-                too_large[name] = needed
-    if not configs and len(set(map(str, left_out.values()))) == 1:
-        raise next(iter(left_out.values()))  # an error of the config, not of the mesh
-    for name, why in left_out.items():
-        print(f"skipped {name}: {why}")
-    if too_large:
-        most = max(too_large.values())
-        print(
-            f"skipped, with more than {available} devices: {'; '.join(too_large)}. "
-            f"Simulate them with --run.cpu-devices {most}"
-        )
+            left_out[name], common = str(error), error
+    if not configs and len(set(left_out.values())) == 1:
+        raise common  # an error of the config, not of the mesh
     if not configs:
         raise ConfigError("--mesh", None, "no default mesh fits this config", "leave out --full")
-    return configs
+    return configs, left_out
 
 
 def _require_same_loss(name: str, cfg: Config) -> None:

@@ -20,7 +20,8 @@ class Subject:
     Args:
         asked: the config as the user gave it.
         small: the config that is run: shrunk, with its own features, float32, one device.
-        meshes: by name, `small` on each mesh.
+        meshes: by name, `small` on each mesh, resolved.
+        left_out: by name of a mesh, why it is not among them.
         devices: those that the meshes take theirs from.
         steps: optimizer steps to compare.
         tolerance: largest relative error of what is not rounded to a small dtype.
@@ -29,6 +30,7 @@ class Subject:
     asked: Config
     small: Config
     meshes: Mapping[str, Config]
+    left_out: Mapping[str, str]
     devices: Sequence[jax.Device]
     steps: int
     tolerance: float
@@ -41,7 +43,9 @@ class Result:
     Args:
         check: name of the check.
         mesh: where it ran; "" if on no mesh of its own.
-        what: what is compared; after a failure, the first wrong tensor, layer and direction.
+        what: what is compared, the same in every run: "gradient".
+        where: the worst of what is compared, such as the name of a parameter; after a failure, the
+            first wrong tensor, layer and direction. "" if there is only one.
         distance: between the two; 0 for equal bits.
         tolerance: largest distance that passes.
         not_run: why it was not run; "" if it was.
@@ -53,6 +57,7 @@ class Result:
     distance: float = 0.0
     tolerance: float = 0.0
     not_run: str = ""
+    where: str = ""
 
     @property
     def passed(self) -> bool:
@@ -60,6 +65,13 @@ class Result:
         return bool(self.not_run) or (
             math.isfinite(self.distance) and self.distance <= self.tolerance
         )
+
+    def __str__(self) -> str:
+        at = f"{self.mesh or self.check}: {self.what}"
+        if self.not_run:
+            return f"{at}: {self.not_run}"
+        named = f" of {self.where}" if self.where else ""
+        return f"{at}{named} is off by {self.distance:.1e}, allowed {self.tolerance:.1e}"
 
 
 #: A check. It says what it leaves out by a result with `not_run`.

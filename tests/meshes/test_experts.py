@@ -287,7 +287,7 @@ def test_verify_refuses_a_loss_that_depends_on_microbatches():
     meshes = parse_meshes([name], OVER_BATCH.parallel)
     with pytest.raises(ConfigError, match=r"has 2 microbatches.*--train.balance-over sequence"):
         resolve_meshes(OVER_BATCH, meshes, 8, given=True)
-    assert resolve_meshes(DEEPSEEK, meshes, 8, given=True)
+    assert resolve_meshes(DEEPSEEK, meshes, 8, given=True)[0]
 
 
 #: On an expert axis, with every option, and a buffer too small for equal shares.
