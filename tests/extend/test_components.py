@@ -232,7 +232,7 @@ MESHES = [
     ("data=2,tensor=2", "mean"),
     ("pipeline=2,tensor=2,num_microbatches=2", "sigmoid"),
     slow("data=2,tensor=2", "sigmoid"),
-    ("data=2,tensor=2", "retention"),
+    slow("data=2,tensor=2", "retention"),  # quicker: text, below
     slow("sequence=2,data=2", "sigmoid"),
     ("data=2,tensor=2", "tempered"),
     slow("sequence=2,tensor=2,context=ulysses", "tempered"),
@@ -246,7 +246,7 @@ MESHES = [
     slow("data=2,sequence=2", "windows"),
     slow("data=2,tensor=2", "products"),
     slow("pipeline=2,virtual_stages=2,num_microbatches=2", "deep"),
-    ("pipeline=2,virtual_stages=2,num_microbatches=2", "leading"),
+    slow("pipeline=2,virtual_stages=2,num_microbatches=2", "leading"),
     slow("pipeline=2,num_microbatches=4,schedule=zero_bubble,zero=1,layer_loop=unroll", "windows"),
     slow("pipeline=2,num_microbatches=2,layer_loop=scan", "leading"),
     ("pipeline=2,num_microbatches=2,layer_loop=scan", "uneven"),

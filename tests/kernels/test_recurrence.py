@@ -54,7 +54,7 @@ def test_the_reference_equals_one_token_after_the_other(case):
 #: Tiles alone, halves of halves, a chunk that is no power of two, and decays of up to exp(-100) and
 #: more a token, where the exponential of a sum would overflow or vanish.
 BY_CHANNEL = [
-    Case("by_channel", G=2, C=32, T=70),
+    slow(Case("by_channel", G=2, C=32, T=70)),
     slow(Case("by_channel", G=2, C=5, T=33)),
     slow(Case("by_channel", G=2, C=48, T=100, B=2, V=8)),
     Case("by_channel", G=2, C=64, T=70, decay=50.0, documents=0.02),

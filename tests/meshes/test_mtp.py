@@ -84,7 +84,7 @@ CASES = [
     slow("pipeline=2,num_microbatches=2,expert=2,zero=1,layer_loop=unroll", DEEPSEEK | TWO),
     slow("pipeline=2,num_microbatches=2,data=2,sequence=2,layer_loop=unroll", DEEPSEEK),
     slow("pipeline=2,num_microbatches=2,schedule=gpipe", EXPERTS | {"train.router_z_loss": 1e-2}),
-    ("sequence=2,tensor=2", COMPOSED["before"]),
+    slow("sequence=2,tensor=2", COMPOSED["before"]),
     slow("pipeline=2,num_microbatches=2,tensor=2", COMPOSED["sigmoid"]),
     slow("data=2,tensor=2", COMPOSED["sigmoid"]),
     slow("sequence=2,data=2", COMPOSED["sigmoid"]),

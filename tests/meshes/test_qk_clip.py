@@ -50,7 +50,7 @@ DEEPSEEK = DENSE | {"parallel.layer_loop": "unroll"}
 CASES = [
     ("sequence=2,tensor=2,context=ring", {}),
     slow("pipeline=2,num_microbatches=2,sequence=2,tensor=2,layer_loop=unroll", MUON),
-    ("pipeline=2,num_microbatches=2,virtual_stages=2", NAMED),
+    slow("pipeline=2,num_microbatches=2,virtual_stages=2", NAMED),
     slow("data=2,tensor=2,layer_loop=unroll", composed(FIRST, *[LOCAL, WIDE] * 2)),
     slow("data=1", BIAS),
     slow("sequence=4,context=ring", {"model.layers.mixer.window": 9}),

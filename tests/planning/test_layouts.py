@@ -18,14 +18,14 @@ SMALL = replace(
         "model.num_layers": 6,
         "model.layers.mixer.num_kv_heads": 2,
         "model.vocab_size": 72,
-        "train.global_batch_size": 12,
+        "train.global_batch_size": 6,
         "data.seq_len": 96,
         "parallel.layer_loop": "unroll",
     },
 )
 
-#: What divides a batch of twelve, and a number that does not.
-MICROBATCHES = (1, 2, 3, 4, 5, 6, 12)
+#: What divides a batch of six, and a number that does not.
+MICROBATCHES = (1, 2, 3, 4, 6)
 
 POLICIES = ("none", "dots", "attn_out", "full", "dots_offload", "offload")
 ON_DEVICE = POLICIES[:4]
@@ -38,7 +38,7 @@ def brute_force(cfg: Config, gpus: int) -> set[tuple]:
     for P, r, f, c, t in itertools.product(sizes, repeat=5):
         if P * r * f * c * t != gpus:
             continue
-        rest = itertools.product((1, 2, 3), MICROBATCHES, range(1, 5), (1, 2))
+        rest = itertools.product((1, 2, 3), MICROBATCHES, range(1, 4), (1, 2))
         for zero, micro, virtual, groups in rest:
             if zero > 1 and f * c == 1:  # nothing is sharded
                 continue

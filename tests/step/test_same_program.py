@@ -80,7 +80,8 @@ def hashes_of(item: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     "item",
     [
-        "pipeline=2,data=2,sequence=2,tensor=2,num_microbatches=2,layer_loop=unroll",
+        "pipeline=2,sequence=2,num_microbatches=2,layer_loop=scan",
+        slow("pipeline=2,data=2,sequence=2,tensor=2,num_microbatches=2,layer_loop=unroll"),
         slow("replica=2,data=4,tensor=2,layer_loop=unroll"),
     ],
 )

@@ -43,7 +43,7 @@ def get_config():
     layers = [dataclasses.replace(wide, name="local", mixer=local), wide]
     return replace(cfg, **{{"model.layers": layers}})
 """
-QUICK_MESHES = [MESHES[2], MESHES[3], MESHES[5], MESHES[7], MESHES[9]]
+QUICK_MESHES = [MESHES[2], MESHES[5], MESHES[9]]
 
 
 @pytest.fixture

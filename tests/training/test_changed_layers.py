@@ -35,6 +35,7 @@ def get_config():
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=2, schedule_as_input=True),
         checkpoint=CheckpointConfig(every=4, keep=9),
         evaluation=EvaluationConfig(every=0),
+        parallel=ParallelConfig(layer_loop="scan"),
     )
 """
 WINDOWS = "[local] * 2 + [block] * 4"
@@ -83,6 +84,22 @@ def test_a_run_continues_after_some_layers_got_a_window(write, train_on, tmp_pat
     np.testing.assert_allclose([found[i] for i in other], list(other.values()), rtol=1e-4)
     assert found[9] < first[1] - 0.5 and found[9] == pytest.approx(first[8], abs=0.2)
 
+    # Each step of the run is read with the layers that it was saved with.
+    for step, stacks in ((8, {"block"}), (12, {"block", "local"})):
+        params, cfg = functional.load(run, step)
+        assert {name for name in params if isinstance(params[name], dict)} == stacks
+        assert len(cfg.model.layers) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compile")
+def test_a_changed_run_is_resumed_and_every_command_reads_it(write, train_on, tmp_path, capfd):
+    run = tmp_path / "run"
+    assert train_on(2, write("[block] * 6")) == exit_codes.EXIT_OK
+    assert call("checkpoint", ["branch", str(run), str(tmp_path / "other"), "--step", "8"]) == 0
+    for folder in ("run", "other"):
+        assert train_on(2, write(WINDOWS, 12, folder)) == exit_codes.EXIT_OK
+
     # What is saved after the change resumes bit for bit, and says no more of places.
     assert call("checkpoint", ["branch", str(tmp_path / "other"), str(tmp_path / "again")]) == 0
     for folder in ("other", "again"):
@@ -91,11 +108,7 @@ def test_a_run_continues_after_some_layers_got_a_window(write, train_on, tmp_pat
         assert "places  " not in capfd.readouterr().out
     assert losses(tmp_path / "again").items() <= losses(tmp_path / "other").items()
 
-    # Each step of the run is read with the layers that it was saved with.
-    for step, stacks in ((8, {"block"}), (12, {"block", "local"})):
-        params, cfg = functional.load(run, step)
-        assert {name for name in params if isinstance(params[name], dict)} == stacks
-        assert len(cfg.model.layers) == 6
+    for step in (8, 12):
         at = ["--step", str(step)]
         capfd.readouterr()
         call("sample", [str(run), *at, "--prompt", "a", "--max-tokens", "2"])
@@ -103,6 +116,7 @@ def test_a_run_continues_after_some_layers_got_a_window(write, train_on, tmp_pat
         assert "loss" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 def test_a_run_that_ends_before_its_first_save_maps_again(write, train_on, tmp_path):
     run = tmp_path / "run"

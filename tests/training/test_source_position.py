@@ -111,6 +111,7 @@ def test_a_killed_run_resumes_bit_for_bit_on_another_mesh(
     assert position(run) == position(uninterrupted)
 
 
+@pytest.mark.slow  # quicker: a killed run, above
 def test_on_a_mesh_with_other_sums_it_is_the_function(train_on, config_with, tmp_path):
     """Both are killed, and go on on tensor ranks."""
     runs = [tmp_path / "of-next", tmp_path / "of-function"]

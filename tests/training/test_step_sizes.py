@@ -53,7 +53,7 @@ STAGES = (2, "--parallel.pipeline 2 --parallel.zero 1")
 
 #: {the last step of a part of the run: its devices and mesh}, and the programs of all parts.
 PARTS = [
-    pytest.param({6: FIRST}, 3, id="at once"),
+    pytest.param({6: FIRST}, 3, id="at once", marks=pytest.mark.slow),
     slow({3: FIRST, 6: FIRST}, 4, id="restarted"),
     slow({3: FIRST, 6: STAGES}, 4, id="restarted on another mesh"),
 ]
