@@ -141,12 +141,18 @@ def test_delta_rule_token_by_token_goes_on_from_a_state(devices):
     begins = jnp.zeros((2, 12), bool).at[:, 0].set(True)
     mesh = make_mesh(ParallelConfig(data=1), devices[:1])
     prompt = lambda *a: delta_rule(*a, begins[:, :9], 4)[1]  # noqa: E731
-    state = jax.shard_map(
-        prompt, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+    state = jax.jit(
+        jax.shard_map(
+            prompt,
+            mesh=mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
     )(*[a[:, :9] for a in arrays])
-    plain = by_token(*arrays, begins)
+    plain, step = jax.jit(by_token)(*arrays, begins), jax.jit(delta_step)
     for t in range(9, 12):
-        out, state = delta_step(*[a[:, t] for a in arrays], state)
+        out, state = step(*[a[:, t] for a in arrays], state)
         np.testing.assert_allclose(out, plain[:, t], atol=2e-6)
 
 
