@@ -126,7 +126,7 @@ def test_a_checkpoint_of_the_new_layers_is_read_by_the_old_ones(setup, tmp_path,
 
 #: In layers that had none of them, and beside layers that had.
 NEW_WEIGHTS = [
-    (DEEP, [NORMED] * 6 + [BLOCK] * 18, range(6)),
+    slow(DEEP, [NORMED] * 6 + [BLOCK] * 18, range(6)),
     ([NORMED, BLOCK] * 12, [dataclasses.replace(NORMED, name="all")] * 24, range(1, 24, 2)),
 ]
 

@@ -26,6 +26,7 @@ from jaxpar.model.plain import decoder
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.params import flat
 from tests.convert import tiny
+from tests.slow import slow
 
 FLOAT8 = {
     "quantization_config": {
@@ -307,7 +308,7 @@ def with_copies(arrays: dict) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("name", "golden"), [("deepseek_v3_whole", "mtp"), ("glm4_moe", "mtp_glm")]
+    ("name", "golden"), [slow("deepseek_v3_whole", "mtp"), ("glm4_moe", "mtp_glm")]
 )
 def test_a_module_is_that_of_transformers_and_a_round_trip_is_bitwise(name, golden, tmp_path):
     values = tiny.MODELS[name] | {"num_nextn_predict_layers": 1}

@@ -107,6 +107,7 @@ def test_steps_with_a_bias(mesh, devices):
     assert found.update is not None and not found.mismatches()
 
 
+@pytest.mark.slow  # quicker: inference/test_generation.py
 def test_generation_takes_the_tokens_of_the_whole_sequence(devices):
     """By a cache, and by the complete text at once."""
     cfg = resolve(config_for_sampling(replace(AFTER_ONE, **{"parallel.data": 1})), 1)

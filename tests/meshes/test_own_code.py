@@ -210,7 +210,7 @@ def plain_gradients(cfg: Config) -> tuple[float, dict[str, Any]]:
     ("item", "cfg"),
     [
         pytest.param(item, weighted(cfg, Selected()), marks=mesh.marks)
-        for mesh in (pytest.param(*MESHES[0]), *MESHES[1:])
+        for mesh in (slow(*MESHES[0]), *MESHES[1:])
         for item, cfg in [mesh.values]
     ]
     + [slow("pipeline=2,data=2,num_microbatches=2", weighted(BASE, Selected(stopped=True)))],

@@ -377,7 +377,7 @@ def test_over_axes_of_size_1_the_argument_itself_comes_back(devices):
 UNROLLED = {"parallel.data": 1, "parallel.layer_loop": "unroll"}
 
 
-@pytest.mark.parametrize("context", ["allgather", "ulysses"])
+@pytest.mark.parametrize("context", ["allgather", slow("ulysses")])
 def test_positions_and_documents_are_gathered_once_for_all_layers(context, devices):
     def gathers(layers: int) -> int:
         values = {"parallel.sequence": 2, "parallel.context": context, "model.num_layers": layers}
