@@ -23,10 +23,21 @@ from jaxpar.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from jaxpar.config.schema.items import (
+    BatchSize,
+    EvaluationSet,
+    LossWeight,
+    MixtureWeights,
+    RematSlice,
+    SequenceLength,
+    Source,
+    StepShare,
+)
 from jaxpar.config.schema.metrics import MetricsConfig, ProfileConfig
 from jaxpar.config.schema.objectives import DistillConfig, DpoConfig
 
 __all__ = [
+    "BatchSize",
     "CheckpointConfig",
     "ClusterConfig",
     "ComputeConfig",
@@ -37,13 +48,20 @@ __all__ = [
     "DistillConfig",
     "DpoConfig",
     "EvaluationConfig",
+    "EvaluationSet",
     "GuardConfig",
     "LoraConfig",
+    "LossWeight",
     "MetricsConfig",
+    "MixtureWeights",
     "OptimizerConfig",
     "ParallelConfig",
     "ProfileConfig",
+    "RematSlice",
     "RunConfig",
+    "SequenceLength",
+    "Source",
+    "StepShare",
     "TrainConfig",
     "default_of",
     "flag",

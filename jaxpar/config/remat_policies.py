@@ -51,29 +51,15 @@ REMAT_POLICIES: dict[str, tuple[str, ...]] = {
 def of_layers(p: ParallelConfig, count: int) -> tuple[str, ...]:
     """Return the policy of each of `count` layers, those of a stage's chunk."""
     policies = [p.remat] * count
-    for layers, policy in entries(p):
-        for i in range(count)[_slice(layers)]:
-            policies[i] = policy
+    for one in p.remat_layers:
+        for i in range(count)[one.start : one.stop : one.step]:
+            policies[i] = one.policy
     return tuple(policies)
-
-
-def entries(p: ParallelConfig) -> list[tuple[str, str]]:
-    """Return the pairs (slice, policy) of `parallel.remat_layers`."""
-    pairs = (entry.partition("=") for entry in p.remat_layers.split(";") if entry.strip())
-    return [(layers.strip(), policy.strip()) for layers, _, policy in pairs]
-
-
-def _slice(text: str) -> slice:
-    """Parse a Python slice or a single index."""
-    if ":" not in text:
-        index = int(text)
-        return slice(index, None if index == -1 else index + 1)
-    return slice(*(int(part) if part.strip() else None for part in text.split(":")))
 
 
 def policies(p: ParallelConfig) -> tuple[str, ...]:
     """Return every policy that a config names."""
-    return p.remat, *(policy for _, policy in entries(p))
+    return p.remat, *(one.policy for one in p.remat_layers)
 
 
 def saves_on_host(p: ParallelConfig) -> bool:

@@ -16,7 +16,7 @@ import jax
 
 from jaxpar.checkpoint import Saved
 from jaxpar.config import Config, ConfigError, flag, value_of
-from jaxpar.config.layout.fields import FIELDS, fixed_layout_fields
+from jaxpar.config.layout.fields import ALL, FIELDS, fixed_layout_fields
 from jaxpar.config.lists.step_sizes import BATCHES, schedule_of
 from jaxpar.config.resolve import fill_data_axis
 from jaxpar.planning.layouts import describe, divisors, with_parallel
@@ -53,7 +53,7 @@ def choose_layout(cfg: Config, seconds: float) -> Config:
 
     chosen = json.loads(peers.of_first("layout", lambda: json.dumps(_best(cfg)), seconds))
     peers.log(f"layout     {chosen['reason']}")
-    return with_parallel(cfg, auto="", **chosen["fields"])
+    return with_parallel(cfg, auto=(), **chosen["fields"])
 
 
 def _best(cfg: Config) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def same_rows(cfg: Config, saved: Saved | None, num_devices: int) -> Config:
         if divided % _product(now, ROWS):
             rule = f"is that of {saved}, and {num_devices} devices cannot divide its rows "
             rule += f"{_product(now, ROWS)} ways"
-            fix = f"use {flag('parallel.auto', 'all')}, or axes that divide them fewer ways: "
+            fix = f"use {flag('parallel.auto', (ALL,))}, or axes that divide them fewer ways: "
             raise ConfigError(path, value_of(cfg, path), rule, fix + flag("parallel.tensor", 2))
     rows = batch // _product(now, ROWS)
     # A device's share of a microbatch, in tokens: before, and now with n microbatches.

@@ -1,13 +1,14 @@
 """Rules about memory: rematerialization and the storage of the moments."""
 
+import dataclasses
 import difflib
 import functools
 import math
-import re
 from collections.abc import Callable
 
 from jaxpar.components.experts import experts_in
-from jaxpar.config import Config, flag, require, value_of
+from jaxpar.config import Config, RematSlice, flag, require, value_of
+from jaxpar.config.fields import refused
 from jaxpar.config.layout.layer_split import slots_per_chunk
 from jaxpar.config.layout.moment_blocks import (
     EIGHT_BITS,
@@ -22,7 +23,6 @@ from jaxpar.config.remat_policies import (
     ON_HOST,
     REMAT_NAMES,
     REMAT_POLICIES,
-    entries,
     without_mark,
 )
 from jaxpar.config.rules.divisibility import largest_divisor
@@ -32,23 +32,16 @@ def remat(cfg: Config) -> None:
     """Check that policies exist or name values that can be saved, and which layers they are for."""
     p, path = cfg.parallel, "parallel.remat"
     _policy(cfg, path, p.remat, lambda policy: flag(path, policy))
-    path = "parallel.remat_layers"
-    for layers, policy in entries(p):
-        rule = "must be SLICE=POLICY with a slice of layers, as in ::2=full; "
-        rule += "semicolons separate several"
-        require(
-            _is_slice(layers) and policy != "",
-            cfg,
-            path,
-            rule,
-            flag(path, f"::2={policy or 'full'}"),
-        )
-        _policy(cfg, path, policy, functools.partial(_of_layers, layers))
+    path, slices = "parallel.remat_layers", p.remat_layers
+    for i, one in enumerate(slices):
+        with_policy = functools.partial(_with_policy, slices, i)
+        _policy(cfg, f"{path}[{i}].policy", one.policy, with_policy)
     _groups(cfg)
 
 
-def _of_layers(layers: str, policy: str) -> str:
-    return flag("parallel.remat_layers", f"{layers}={policy}")
+def _with_policy(slices: tuple[RematSlice, ...], at: int, policy: str) -> str:
+    changed = dataclasses.replace(slices[at], policy=policy)
+    return flag("parallel.remat_layers", (*slices[:at], changed, *slices[at + 1 :]))
 
 
 def _groups(cfg: Config) -> None:
@@ -62,15 +55,16 @@ def _groups(cfg: Config) -> None:
     require(layers % p.remat_group == 0, cfg, path, rule, fix)
 
 
-def _is_slice(text: str) -> bool:
-    return re.fullmatch(r"-?\d+|(-?\d*):(-?\d*)(:[1-9]\d*)?", text, re.ASCII) is not None
-
-
 def _policy(cfg: Config, path: str, remat: str, way: Callable[[str], str]) -> None:
     """Check one policy, or one list of values.
 
     Args:     way: a policy -> the option that sets it.
     """
+
+    def need(ok: bool, rule: str, *ways: str) -> None:
+        if not ok:
+            raise refused(path, remat, rule, *ways)
+
     names = remat.split(",")
     plain = [without_mark(name) for name in names]
     policy = next((name.strip() for name in names if name.strip() in REMAT_POLICIES), None)
@@ -80,21 +74,21 @@ def _policy(cfg: Config, path: str, remat: str, way: Callable[[str], str]) -> No
     rule = f"must be one of {policies}, or names from {known}, separated by commas; {ON_HOST} "
     rule += f"after a name, or after {LAYER_INPUT}, saves the value in host memory"
     ok = remat in REMAT_POLICIES or set(plain) <= {*savable, LAYER_INPUT}
-    require(ok, cfg, path, rule, way(policy or ",".join(near) or "dots"))
+    need(ok, rule, way(policy or ",".join(near) or "dots"))
     rule = f"always saves {LAYER_INPUT}; add {ON_HOST} to save it in host memory"
     on_host = [LAYER_INPUT + ON_HOST if name == LAYER_INPUT else name for name in names]
-    require(LAYER_INPUT not in names, cfg, path, rule, way(",".join(dict.fromkeys(on_host))))
+    need(LAYER_INPUT not in names, rule, way(",".join(dict.fromkeys(on_host))))
     once = {without_mark(name): name for name in names}
     rule = "must name each value once, on the device or in host memory"
-    require(len(once) == len(names), cfg, path, rule, way(",".join(once.values())))
+    need(len(once) == len(names), rule, way(",".join(once.values())))
     rule = f"saves what experts receive or multiply on the device only, without {ON_HOST}"
     here = [without_mark(name) if without_mark(name) in EXPERT_NAMES else name for name in names]
-    require(here == names, cfg, path, rule, way(",".join(here)))
+    need(here == names, rule, way(",".join(here)))
     rule = "saves moe_weights, of which a pipeline would keep a copy with each microbatch"
     others = [name for name in names if without_mark(name) != "moe_weights"]
     ok = cfg.parallel.pipeline == 1 or len(others) == len(names)
     fewer = way(",".join(others) or "full")
-    require(ok, cfg, path, rule, fewer, flag("parallel.pipeline", 1))
+    need(ok, rule, fewer, flag("parallel.pipeline", 1))
 
 
 #: Largest decay at which stochastic rounding to bfloat16 is accurate (docs/numerics.md).
