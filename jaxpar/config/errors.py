@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jaxpar.config.listed import Item, written
+from jaxpar.config.listed import is_list, written
 from jaxpar.config.printable import printable
 
 #: Maximum characters of each part of a message.
@@ -15,8 +15,8 @@ class ConfigError(ValueError):
 
     def __init__(self, field: str, value: Any, rule: str, fix: str):
         self.field, self.value, self.rule, self.fix = field, value, rule, fix
-        field, shown, rule, fix = map(_short, (field, _shown(value), rule, fix))
-        super().__init__(printable(f"{field} = {shown}: {rule}. Fix: {fix}."))
+        field, text, rule, fix = map(_short, (field, shown(value), rule, fix))
+        super().__init__(printable(f"{field} = {text}: {rule}. Fix: {fix}."))
 
 
 class ConfigErrors(ConfigError):
@@ -29,10 +29,9 @@ class ConfigErrors(ConfigError):
         self.args = (f"{len(errors)} rules are broken." + "".join(lines),)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """Return a value for a message: a list as on a command line."""
-    is_list = isinstance(value, tuple) and all(isinstance(v, Item | int | str) for v in value)
-    return repr(written(value) if is_list else value)
+    return repr(written(value) if is_list(value) else value)
 
 
 def _short(text: str) -> str:

@@ -204,6 +204,12 @@ def _split(text: str, separator: str) -> list[str]:
 # --------------------------------------------------------------------------------------- writing
 
 
+def is_list(value: Any) -> bool:
+    """Return whether a value is a list that can be written, not one of users' own values."""
+    kinds = Item | int | float | str
+    return isinstance(value, tuple) and all(isinstance(one, kinds) for one in value)
+
+
 def written(value: Any) -> str:
     """Return a value as on a command line. Reading it returns the same value."""
     return ",".join(map(_written_item, value)) if isinstance(value, tuple) else str(value)
@@ -227,9 +233,10 @@ def _written_part(value: Any) -> str:
 
 
 def form(item: Any) -> str:
-    """Return how an item is written: PATH:WEIGHT, NAME:PATH[:SPLIT], STEP:[WEIGHT,...]."""
+    """Return how an item is written: PATH:WEIGHT, NAME:PATH[:SPLIT], STEP:[WEIGHT,...], {a,b}."""
     if not has_fields(item):
-        return "NUMBER" if plain(item) in (int, float) else "NAME"
+        names = [one for one in members(item) if isinstance(one, str)]
+        return f"{{{','.join(names)}}}" if names else "NUMBER"
     text = ""
     for field in dataclasses.fields(item):
         name, hint = field.name.upper(), plain(hints_of(item)[field.name])

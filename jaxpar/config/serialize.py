@@ -9,7 +9,7 @@ from jaxpar.components.model import Layer
 from jaxpar.config import Config, ConfigError, layers
 from jaxpar.config.fields import field_types, section_of, unknown_field
 from jaxpar.config.json_reader import read_json
-from jaxpar.config.listed import has_fields, hints_of, item_of
+from jaxpar.config.listed import has_fields, hints_of, is_list, item_of, written
 from jaxpar.config.values import OR_NAMES, Value, from_saved, to_values
 
 
@@ -38,6 +38,15 @@ def field_from_values(path: str, value: Any) -> Any:
     return _built(field_types().get(path, Any), value, path)
 
 
+def value_text(path: str, value: Any) -> str:
+    """Return a field's value of parsed JSON as on a command line, and any other value as it is."""
+    try:
+        read = field_from_values(path, value)
+    except ConfigError:  # of another form, which a file may have
+        return str(value)
+    return written(read) if is_list(read) else str(value)
+
+
 def _build(cls: Any, values: Any, prefix: str) -> Any:
     if not isinstance(values, dict):
         rule, name = "must be a JSON object of fields", prefix.rstrip(".")
@@ -49,7 +58,7 @@ def _build(cls: Any, values: Any, prefix: str) -> Any:
             error = unknown_field(prefix + name, value)
             raise ConfigError(error.field, value, error.rule, f"remove it, or {error.fix}")
     for field in dataclasses.fields(cls):
-        required = field.default is field.default_factory is dataclasses.MISSING
+        required = has_fields(cls) and field.default is dataclasses.MISSING
         if required and field.name not in values:
             raise ConfigError(f"{prefix}{field.name}", None, "is missing", "add it")
     return cls(**{name: _built(hints[name], v, prefix + name) for name, v in values.items()})

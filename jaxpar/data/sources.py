@@ -232,7 +232,9 @@ def fingerprint(cfg: Config) -> str:
     Raises:   ConfigError as `open_sources`.
     """
     field = "data.mixture" if cfg.data.mixture else "data.path"
-    parts = [(_identity(cfg, field, source.path), source.weight) for source in sources_of(cfg)]
+    parts = [
+        (_identity(cfg, field, source.path), float(source.weight)) for source in sources_of(cfg)
+    ]
     if cfg.data.source is not None:
         known = json.dumps([parts, to_values(cfg.data.source)])
         return hashlib.sha256(known.encode()).hexdigest()

@@ -308,7 +308,7 @@ def test_a_step_takes_the_tokens_of_a_live_teacher(trainer_of):
 
 @pytest.mark.slow
 def test_a_step_returns_the_routing_that_a_run_records(trainer_of):
-    experts = {"model.layers.feed_forward": EXPERTS, "run.record_routing": "1"}
+    experts = {"model.layers.feed_forward": EXPERTS, "run.record_routing": (1,)}
     trainer = trainer_of(**experts, **{"evaluation.every": 0, "train.num_steps": 1})
     state = trainer.init()
     (batch,) = trainer.batches(state)

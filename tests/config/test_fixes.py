@@ -9,15 +9,17 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import NoneType
+from typing import Any
 
 import pytest
 
-from jaxpar.config import Config, ConfigError, default_of, flag, replace, value_of
-from jaxpar.config.command_line import members, parse_overrides, read_config
+from jaxpar.config import Config, ConfigError, Source, default_of, flag, replace, value_of
+from jaxpar.config.command_line import parse_overrides, read_config
 from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.explain import errors_of, fixes_of, options_in, same_rule
 from jaxpar.config.fields import field_types, leaf_paths
 from jaxpar.config.layers import BESIDE, addressed, all_paths, type_at
+from jaxpar.config.listed import has_fields, hints_of, item_of, members, written
 from jaxpar.config.validate import check, resolve
 from jaxpar.planning.predict.hardware import gpu_named
 from tests.config.models import BASE, DELTA, EXPERTS, LAYER, OF_EXPERTS
@@ -112,7 +114,7 @@ def test_first_fixes_end_for_a_recurrent_last_layer():
 
 
 def test_a_mixture_needs_no_path_beside_it():
-    check(replace(BASE, **{"data.path": "", "data.mixture": "a:1,b:2"}))
+    check(replace(BASE, **{"data.path": "", "data.mixture": (Source("a", 1.0), Source("b", 2.0))}))
 
 
 def test_advice_for_targets_is_not_refused_in_turn():
@@ -131,12 +133,34 @@ def test_a_number_of_devices_asks_for_no_other_model(devices):
         assert "--model." not in message
 
 
+def lists_of(item: Any) -> list[tuple]:
+    """Lists of up to three items: good, out of range, twice, or out of order."""
+    usual = {int: [0, 1, 8, -1], float: [1.0, 0.5, 0.0, -1.0], str: ["a", "b", "", "full"]}
+    usual |= {NoneType: [None]}
+
+    def some(hint: Any, n: int) -> Any:
+        if (inner := item_of(hint)) is not None:
+            return tuple(some(inner, n + i) for i in range(n % 3 + 1))
+        if has_fields(hint):
+            return hint(*(some(of, n + i) for i, of in enumerate(hints_of(hint).values())))
+        found = [
+            v for one in members(hint) for v in ([one] if isinstance(one, str) else usual[one])
+        ]
+        return found[n % len(found)]
+
+    return [
+        tuple(some(item, n) for n in of) for of in ((0,), (1,), (0, 1), (1, 0), (2, 2), (0, 3, 2))
+    ]
+
+
 def values_of(path: str, cfg: Config) -> list:
     """Values of a field: of the config, its default, and a few of its type."""
     is_flag = path in field_types()
     hint = field_types()[path] if is_flag else type_at(cfg.model.layers, path)
     usual = {bool: [False, True], int: [0, 1, 2, 3, 8], float: [0.0, 0.1, 1.0], NoneType: [None]}
     found = [default_of(path)] if is_flag else []
+    if (item := item_of(hint)) is not None:
+        found += [(), *lists_of(item)]
     for one in members(hint):
         found += [one] if isinstance(one, str) else usual.get(one, [])
     if is_flag:
@@ -164,7 +188,7 @@ def random_words(rng: random.Random, cfg: Config, most: int, sections: Sequence[
     paths = paths_of(cfg, sections)
     chosen = rng.sample(paths, rng.randint(1, most))
     fields = ((path, rng.choice(values_of(path, cfg))) for path in chosen)
-    return [word for path, value in fields for word in (flag(path), str(value))]
+    return [word for path, value in fields for word in (flag(path), written(value))]
 
 
 @pytest.mark.parametrize("number", [100, pytest.param(5000, marks=pytest.mark.slow)])

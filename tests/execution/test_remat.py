@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jaxpar.certification import distances, traces
-from jaxpar.config import ConfigError, QkNorm, replace
+from jaxpar.config import ConfigError, QkNorm, RematSlice, replace
 from jaxpar.config.remat_policies import (
     LAYER_INPUT,
     ON_HOST,
@@ -157,7 +157,12 @@ def test_gradients_do_not_depend_on_it(remat, loop, gradients):
 
 
 def test_gradients_do_not_depend_on_policies_of_layers(gradients):
-    same_gradients(gradients, "none", "unroll", ("parallel.remat_layers", "::2=full;1=dots"))
+    same_gradients(
+        gradients,
+        "none",
+        "unroll",
+        ("parallel.remat_layers", (RematSlice("full", step=2), RematSlice("dots", 1, 2))),
+    )
 
 
 def test_gradients_do_not_depend_on_groups(gradients):
@@ -337,13 +342,13 @@ def test_every_policy_saves_known_names():
 @pytest.mark.parametrize(
     ("entries", "expected"),
     [
-        ("", "nnnnnn"),
-        ("::2=full", "fnfnfn"),
-        (":2=full", "ffnnnn"),
-        ("-2:=full", "nnnnff"),
-        ("3=full; -1=dots", "nnnfnd"),
-        (":=full;1:3=dots;", "fddfff"),
-        ("1:5:3=full", "nfnnfn"),
+        ((), "nnnnnn"),
+        ((RematSlice("full", step=2),), "fnfnfn"),
+        ((RematSlice("full", stop=2),), "ffnnnn"),
+        ((RematSlice("full", start=-2),), "nnnnff"),
+        ((RematSlice("full", 3, 4), RematSlice("dots", -1)), "nnnfnd"),
+        ((RematSlice("full"), RematSlice("dots", 1, 3)), "fddfff"),
+        ((RematSlice("full", 1, 5, 3),), "nfnnfn"),
     ],
 )
 def test_policies_of_layers(entries, expected):
@@ -351,8 +356,14 @@ def test_policies_of_layers(entries, expected):
     assert "".join(policy[0] for policy in of_layers(parallel, 6)) == expected
 
 
+HALF = RematSlice("full", step=2)
+
+
 def test_the_planner_takes_the_mean_of_all_layers():
-    mixed = {"parallel.layer_loop": "unroll", "parallel.remat_layers": "::2=full"}
+    mixed = {
+        "parallel.layer_loop": "unroll",
+        "parallel.remat_layers": (HALF,),
+    }
     none = {"parallel.layer_loop": "unroll", "parallel.remat": "none"}
     full = none | {"parallel.remat": "full"}
     cfg = lambda fields: resolve(replace(DEEP, **fields), 1)  # noqa: E731
@@ -368,7 +379,7 @@ def test_layers_differentiated_one_by_one_keep_their_policies(parallel, devices)
     fields = {"layer_loop": "unroll", "zero": 1, "remat": "none", "data": 1} | parallel
     n = fields.get("pipeline", 1)
 
-    def products(entries: str) -> int:
+    def products(*entries: RematSlice) -> int:
         values = {f"parallel.{name}": v for name, v in (fields | {"remat_layers": entries}).items()}
         cfg = resolve(replace(TINY, **values, **{"model.num_layers": 4}), n)
         assert execution_of(cfg).layers_per_vjp == 1
@@ -376,5 +387,9 @@ def test_layers_differentiated_one_by_one_keep_their_policies(parallel, devices)
         step = jax.make_jaxpr(make_gradient_step(cfg, mesh))(abstract_state(cfg).params, batch)
         return sum(e.primitive.name == "dot_general" for e in equations(step.jaxpr))
 
-    none, half, full = (products(entries) for entries in ("", "::2=full", ":=full"))
+    none, half, full = (
+        products(),
+        products(RematSlice("full", step=2)),
+        products(RematSlice("full")),
+    )
     assert none < full and 2 * half == none + full

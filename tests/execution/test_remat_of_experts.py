@@ -10,7 +10,7 @@ import pytest
 
 from jaxpar.certification import traces
 from jaxpar.certification.meshes import parse_meshes
-from jaxpar.config import ConfigError, replace
+from jaxpar.config import ConfigError, RematSlice, replace
 from jaxpar.config.validate import check, resolve
 from jaxpar.parallel.expert import rows
 from jaxpar.planning.predict import experts
@@ -26,7 +26,9 @@ pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
 
 @functools.cache
-def gradients(mesh_item: str, names: str, layers: str = "") -> tuple[float, float, str]:
+def gradients(
+    mesh_item: str, names: str, layers: tuple[RematSlice, ...] = ()
+) -> tuple[float, float, str]:
     """Loss and gradient norm of a step that saves these names, and its compiled program."""
     cfg = replace(BASE, **{"parallel.remat": names, "parallel.remat_layers": layers})
     parallel = parse_meshes([mesh_item], cfg.parallel)[mesh_item]
@@ -108,11 +110,13 @@ def test_the_planner_counts_sends(names, count):
 
 @pytest.mark.parametrize(
     ("names", "count", "layers"),
-    slow_but([], [*((*sends, "") for sends in SENDS), ("gate_up", 5, "0=attn_out")]),
+    slow_but(
+        [], [*((*sends, ()) for sends in SENDS), ("gate_up", 5, [RematSlice("attn_out", 0, 1)])]
+    ),
 )
 def test_the_program_sends_as_the_planner_counts(names, count, layers, devices):
     """Also if a layer's own policy does not save gate and up, for which it sends tokens again."""
-    _, _, text = gradients("expert=2,layer_loop=unroll", names, layers)
+    _, _, text = gradients("expert=2,layer_loop=unroll", names, *layers)
     tokens = BASE.train.global_batch_size // 2 * BASE.data.seq_len
     of_tokens = rf"= \(?f32\[{tokens},{BASE.model.d_model}\][^=]* collective-permute(?:-start)?\("
     assert len(re.findall(of_tokens, text)) == BASE.model.num_layers * count

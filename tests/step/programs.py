@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxpar.config import Attention, Experts, Glu, Layer, Model, QkNorm, Rope, Router
+from jaxpar.config import Attention, Experts, Glu, Layer, Model, QkNorm, RematSlice, Rope, Router
 
 #: The parts of TINY's layers, which are named "layers".
 ATTENTION = Attention(num_heads=8, num_kv_heads=4, head_dim=16)
@@ -132,7 +132,7 @@ CPU: dict[str, dict] = {
     | {"model.num_layers": 4},
     "zero 2, microbatches": axes(data=8, zero=2, num_microbatches=2),
     "pipeline, zero 2": axes(data=4, pipeline=2, zero=2, num_microbatches=4),
-    "policies of layers": axes(data=8, remat_layers="::2=full"),
+    "policies of layers": axes(data=8, remat_layers=(RematSlice("full", step=2),)),
     "groups of layers": axes(data=8, layer_loop="scan", remat_group=2),
     "pipeline, virtual, sequence": axes(
         data=1, replica=2, sequence=2, pipeline=2, zero=1, virtual_stages=2, num_microbatches=4
