@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any
 
 import pytest
 
@@ -19,10 +18,10 @@ from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.explain import errors_of, fixes_of, options_in, same_rule
 from jaxpar.config.fields import field_types, leaf_paths
 from jaxpar.config.layers import BESIDE, addressed, all_paths, type_at
-from jaxpar.config.listed import has_fields, hints_of, item_of, members, written
+from jaxpar.config.listed import item_of, members, written
 from jaxpar.config.validate import check, resolve
 from jaxpar.planning.predict.hardware import gpu_named
-from tests.config.models import BASE, DELTA, EXPERTS, LAYER, OF_EXPERTS
+from tests.config.models import BASE, DELTA, EXPERTS, LAYER, OF_EXPERTS, lists_of
 
 #: Most fixes to follow. Fields that a feature alone reads are refused one by one.
 MOST = 16
@@ -131,26 +130,6 @@ def test_a_number_of_devices_asks_for_no_other_model(devices):
     cfg = load_config("quickstart")
     for message in follow(cfg, lambda cfg: resolve(cfg, devices)):
         assert "--model." not in message
-
-
-def lists_of(item: Any) -> list[tuple]:
-    """Lists of up to three items: good, out of range, twice, or out of order."""
-    usual = {int: [0, 1, 8, -1], float: [1.0, 0.5, 0.0, -1.0], str: ["a", "b", "", "full"]}
-    usual |= {NoneType: [None]}
-
-    def some(hint: Any, n: int) -> Any:
-        if (inner := item_of(hint)) is not None:
-            return tuple(some(inner, n + i) for i in range(n % 3 + 1))
-        if has_fields(hint):
-            return hint(*(some(of, n + i) for i, of in enumerate(hints_of(hint).values())))
-        found = [
-            v for one in members(hint) for v in ([one] if isinstance(one, str) else usual[one])
-        ]
-        return found[n % len(found)]
-
-    return [
-        tuple(some(item, n) for n in of) for of in ((0,), (1,), (0, 1), (1, 0), (2, 2), (0, 3, 2))
-    ]
 
 
 def values_of(path: str, cfg: Config) -> list:
