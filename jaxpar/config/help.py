@@ -194,7 +194,9 @@ def _rows(cfg: Config, paths: Iterable[str]) -> Iterator[tuple[str, str]]:
             value = _value(cfg, path)
             text = f"{text} (default: {'none' if value == () else written(value) or 'empty'})"
         yield f"{flag(path)} {_metavar(field_types()[path])}", text
-        if has_fields(item := item_of(field_types()[path])):
+        if names := _names(item := item_of(field_types()[path])):
+            yield "  NAME", f"One of {', '.join(names)}."
+        if has_fields(item):
             for name, of_field in meanings_of(item).items():
                 yield f"  {name.upper()}", of_field
 
@@ -223,13 +225,18 @@ def _value(cfg: Config, path: str) -> Any:
     return default_of(path) if value_of(cfg, section) is None else value_of(cfg, path)
 
 
+def _names(item: Any) -> list[str]:
+    """Return the names of which a list consists; none for another list."""
+    return [one for one in members(item) if isinstance(one, str)]
+
+
 def _metavar(hint: Any) -> str:
     """Return a field's type: INT, INT|None, {scan,unroll}; None for an optional section."""
     if typing.get_origin(hint) is typing.Literal:
         return "{" + ",".join(map(str, typing.get_args(hint))) + "}"
     if (item := item_of(hint)) is not None:
         choices = [one for one in members(hint) if isinstance(one, str)]
-        return "|".join([*choices, f"{form(item)},..."])
+        return "|".join([*choices, "NAME,..." if _names(item) else f"{form(item)},..."])
     options = [plain(one) for one in typing.get_args(hint)] or [hint]
     if typing.get_origin(options[0]) is typing.Literal:
         return _metavar(options[0])

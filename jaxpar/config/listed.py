@@ -8,7 +8,6 @@ commas. An empty text is a list without items.
 """
 
 import dataclasses
-import functools
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -222,9 +221,16 @@ def _written_item(item: Any) -> str:
     parts = ["" if value is None else _written_part(value) for value in values]
     for count in range(1, len(parts)):
         text = ":".join(parts[:count])
-        if read_value(text, tuple[type(item), ...]) == (item,):
+        if _reads_as(text, item):
             return text
     return ":".join(parts)
+
+
+def _reads_as(text: str, item: Item) -> bool:
+    try:
+        return read_list(text, type(item)) == (item,)
+    except ValueError:
+        return False
 
 
 def _written_part(value: Any) -> str:
@@ -247,30 +253,27 @@ def form(item: Any) -> str:
     return text
 
 
-def numbers_of(
-    value: Any, hint: Any, path: str
-) -> Iterator[tuple[str, Any, Any, Callable[[Any], Any]]]:
-    """Yield each number in a list.
-
-    Returns:  its path, such as `data.mixture[1].weight`, its value, its type, and a function that
-              returns the list with another number there.
-    """
+def parts_of(value: Any, hint: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield what a list consists of: the path of each, such as `data.mixture[1].weight`, its value
+    and its type."""
     if isinstance(value, tuple):
-        inner: Any = typing.get_args(plain(hint))[0]
+        inner = item_of(hint)
         for i, one in enumerate(value):
-            for at, number_, kind, put in numbers_of(one, inner, f"{path}[{i}]"):
-                yield at, number_, kind, functools.partial(_with_item, value, i, put)
+            yield from parts_of(one, inner, f"{path}[{i}]")
     elif isinstance(value, Item):
         for name, inner in hints_of(type(value)).items():
-            for at, number_, kind, put in numbers_of(getattr(value, name), inner, f"{path}.{name}"):
-                yield at, number_, kind, functools.partial(_with_field, value, name, put)
+            yield from parts_of(getattr(value, name), inner, f"{path}.{name}")
     else:
-        yield path, value, hint, lambda new: new
+        yield path, value, hint
 
 
-def _with_item(items: tuple[Any, ...], at: int, put: Callable[[Any], Any], new: Any) -> Any:
-    return (*items[:at], put(new), *items[at + 1 :])
-
-
-def _with_field(item: Any, name: str, put: Callable[[Any], Any], new: Any) -> Any:
-    return dataclasses.replace(item, **{name: put(new)})
+def with_parts(value: Any, hint: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """Return a list with its parts changed. Args:     change: a part, its type -> another part."""
+    if isinstance(value, tuple):
+        inner = item_of(hint)
+        return tuple(with_parts(one, inner, change) for one in value)
+    if isinstance(value, Item):
+        hints = hints_of(type(value)).items()
+        made = {name: with_parts(getattr(value, name), of, change) for name, of in hints}
+        return dataclasses.replace(value, **made)
+    return change(value, hint)

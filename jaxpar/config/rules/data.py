@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from jaxpar.config import Config, ConfigError, flag, require, value_of
+from jaxpar.config import Config, ConfigError, MixtureWeights, flag, require, value_of
 from jaxpar.config.fields import refused
 from jaxpar.config.lists.step_sizes import (
     BATCHES,
@@ -23,8 +23,7 @@ def data(cfg: Config) -> None:
     require(not given or count > 1, cfg, path, "needs data.mixture with several sources", none)
     for i, stage in enumerate(given):
         where, weights = f"{path}[{i}].weights", stage.weights
-        equal = dataclasses.replace(stage, weights=(1.0,) * count)
-        ways = flag(path, (*given[:i], equal, *given[i + 1 :])), none
+        ways = flag(path, tuple(_with_weights(one, count) for one in given)), none
         if len(weights) != count:
             rule = f"needs a weight for each of the {count} sources"
             raise refused(where, weights, rule, *ways)
@@ -33,6 +32,13 @@ def data(cfg: Config) -> None:
     path, eos = "data.eos_id", cfg.data.eos_id
     rule = "must not be negative, or must be None for files that mark documents"
     require(eos is None or eos >= 0, cfg, path, rule, flag(path, None))
+
+
+def _with_weights(stage: MixtureWeights, count: int) -> MixtureWeights:
+    """Return a stage with a weight for each source, not all of them 0."""
+    if len(stage.weights) == count and any(stage.weights):
+        return stage
+    return dataclasses.replace(stage, weights=(1.0,) * count)
 
 
 def schedules(cfg: Config) -> None:

@@ -1,34 +1,60 @@
-"""The rules that the items of each list declare: how many, in which order, none of them twice."""
+"""The rules that lists and their items declare: ranges, how many, in which order, none twice."""
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
+from jaxpar.components.ranges import declared_range
 from jaxpar.config import Config, ConfigError, flag, value_of
-from jaxpar.config.fields import field_types, refused
-from jaxpar.config.listed import Item, has_fields, hints_of, item_of, plain
+from jaxpar.config.fields import annotation_of, field_types, refused
+from jaxpar.config.listed import (
+    Item,
+    good_number,
+    has_fields,
+    hints_of,
+    item_of,
+    parts_of,
+    plain,
+    with_parts,
+)
+from jaxpar.config.rules.numbers import broken_range
 
 
 def items(cfg: Config) -> Iterator[ConfigError]:
-    """Yield an error for each list that breaks what its items declare."""
+    """Yield the first error of each list. Its fix mends all items that have it."""
     for path, hint in field_types().items():
-        item = item_of(hint)
-        if not has_fields(item) or not isinstance(held := _held(cfg, path), tuple) or not held:
+        section = path.rpartition(".")[0]
+        if (item := item_of(hint)) is None or value_of(cfg, section) is None:
             continue
-        if len(held) > item.most:
-            rule = f"has {len(held)} items, more than {item.most}"
-            yield refused(path, held, rule, flag(path, held[: item.most]))
-        texts = [name for name, of in hints_of(item).items() if plain(of) is str]
-        for i, name in itertools.product(range(len(held)), texts):
-            if not getattr(held[i], name).strip():
-                left = (*held[:i], *held[i + 1 :])
-                yield refused(f"{path}[{i}].{name}", "", "must not be empty", flag(path, left))
-        yield from _keys(path, item, held)
+        held = value_of(cfg, path)
+        if not isinstance(held, tuple):
+            continue
+        found = list(_numbers(path, held))
+        if not found and has_fields(item):
+            found = [*_number_of_items(path, item, held), *_texts(path, item, held)]
+            found = found or list(_keys(path, item, held))
+        yield from found[:1]
 
 
-def _held(cfg: Config, path: str) -> Any:
-    section = path.rpartition(".")[0]
-    return () if value_of(cfg, section) is None else value_of(cfg, path)
+def _numbers(path: str, held: tuple[Any, ...]) -> Iterator[ConfigError]:
+    mend = lambda one, of: good_number(of) if broken_range(one, declared_range(of)) else one  # noqa: E731
+    hint = annotation_of(path)
+    for where, value, of in parts_of(held, hint, path):
+        if rule := broken_range(value, declared_range(of)):
+            yield refused(where, value, rule, flag(path, with_parts(held, hint, mend)))
+
+
+def _number_of_items(path: str, item: type[Item], held: tuple[Any, ...]) -> Iterator[ConfigError]:
+    if len(held) > item.most:
+        rule = f"has {len(held)} items, more than {item.most}"
+        yield refused(path, held, rule, flag(path, held[: item.most]))
+
+
+def _texts(path: str, item: type[Item], held: tuple[Any, ...]) -> Iterator[ConfigError]:
+    names = [name for name, of in hints_of(item).items() if plain(of) is str]
+    empty = [(i, n) for i, one in enumerate(held) for n in names if not getattr(one, n).strip()]
+    left = tuple(one for i, one in enumerate(held) if i not in dict(empty))
+    for i, name in empty:
+        yield refused(f"{path}[{i}].{name}", "", "must not be empty", flag(path, left))
 
 
 def _keys(path: str, item: type[Item], held: tuple[Any, ...]) -> Iterator[ConfigError]:

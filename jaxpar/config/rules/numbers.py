@@ -4,11 +4,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from jaxpar.components.ranges import MAX_INT, Range, declared_range
+from jaxpar.components.ranges import MAX_INT, Range
 from jaxpar.config import Config, ConfigError, default_of, flag, value_of
-from jaxpar.config.fields import annotation_of, field_types, range_of, refused
+from jaxpar.config.fields import field_types, range_of, refused
 from jaxpar.config.layers import numbers_in_layers
-from jaxpar.config.listed import good_number, item_of, numbers_of
 
 #: Of whole numbers whose field declares none.
 _ANY = Range(-MAX_INT - 1, MAX_INT)
@@ -36,10 +35,6 @@ def _bad(cfg: Config) -> Iterator[tuple[str, Any, str, str]]:
         elif rule := broken_range(value, allowed):
             optional = ", or None" if default is None and "at most" not in rule else ""
             yield path, value, rule + optional, flag(path, default)
-        if isinstance(value, tuple) and item_of(field_types()[path]) is not None:
-            for where, number, hint, put in numbers_of(value, annotation_of(path), path):
-                if rule := broken_range(number, declared_range(hint)):
-                    yield where, number, rule, flag(path, put(good_number(hint)))
     for path, value, allowed, default in numbers_in_layers(cfg.model.layers):
         if rule := broken_range(value, allowed):
             yield path, value, rule, flag(path, default)

@@ -2,8 +2,9 @@
 
 import dataclasses
 import re
+from typing import Any
 
-from jaxpar.config import Config, default_of, flag, require, value_of
+from jaxpar.config import Config, ConfigError, default_of, flag, require, value_of
 from jaxpar.config.fields import refused
 from jaxpar.config.lists.held_out_sets import HELD_OUT, TEST
 from jaxpar.config.lists.shares import check_shares
@@ -27,9 +28,7 @@ def places(cfg: Config) -> None:
             continue
         ok = bool(value_of(cfg, path).strip())
         require(ok, cfg, path, "must name a folder", flag(path, default_of(path)))
-    for i, source in enumerate(cfg.data.mixture):
-        left = flag("data.mixture", (*cfg.data.mixture[:i], *cfg.data.mixture[i + 1 :]))
-        check_path_or_address(f"data.mixture[{i}].path", source.path, f"use {left}")
+    _paths("data.mixture", cfg.data.mixture)
     for path in ("data.path", "data.held_out", "run.init_from", "distill.teacher"):
         if path != "data.path" or not cfg.data.mixture:
             check_path_or_address(path, value_of(cfg, path), f"use {flag(path, default_of(path))}")
@@ -38,6 +37,19 @@ def places(cfg: Config) -> None:
     if cfg.run.store:
         read_address(FIELD, cfg.run.store)
     check_run_folder("run.dir", cfg.run.dir, "use " + flag("run.dir", default_of("run.dir")))
+
+
+def _paths(path: str, items: tuple[Any, ...]) -> None:
+    """Check the paths of the items of a list. The fix leaves out all that cannot be used."""
+    wrong: dict[int, ConfigError] = {}
+    for i, one in enumerate(items):
+        try:
+            check_path_or_address(f"{path}[{i}].path", one.path, "")
+        except ConfigError as error:
+            wrong[i] = error
+    left = tuple(one for i, one in enumerate(items) if i not in wrong)
+    for error in wrong.values():
+        raise refused(error.field, error.value, error.rule, flag(path, left))
 
 
 def initial_weights(cfg: Config) -> None:
@@ -85,17 +97,17 @@ def saving(cfg: Config) -> None:
 def evaluation(cfg: Config) -> None:
     """Check that evaluation sets have names and paths, and that something evaluates them."""
     e, path = cfg.evaluation, "evaluation.sets"
+    _paths(path, e.sets)
+    taken, wrong = (HELD_OUT, TEST, AVERAGED), dict[int, str]()
     for i, one in enumerate(e.sets):
-        left = flag(path, (*e.sets[:i], *e.sets[i + 1 :]))
-        check_path_or_address(f"{path}[{i}].path", one.path, f"use {left}")
-        rule = "must have at most 64 letters, digits, '_', '-' and '.'"
-        if one.name in (HELD_OUT, TEST, AVERAGED):
-            rule = "has a meaning of its own"
-        elif _SET_NAME.fullmatch(one.name):
-            continue
-        new = dataclasses.replace(one, name=f"set{i}")
-        way = flag(path, (*e.sets[:i], new, *e.sets[i + 1 :]))
-        raise refused(f"{path}[{i}].name", one.name, rule, way)
+        if one.name in taken:
+            wrong[i] = "has a meaning of its own"
+        elif not _SET_NAME.fullmatch(one.name):
+            wrong[i] = "must have at most 64 letters, digits, '_', '-' and '.'"
+    named = lambda i: dataclasses.replace(e.sets[i], name=f"set{i}") if i in wrong else e.sets[i]  # noqa: E731
+    for i, rule in wrong.items():
+        way = flag(path, tuple(map(named, range(len(e.sets)))))
+        raise refused(f"{path}[{i}].name", e.sets[i].name, rule, way)
     rule = "are never evaluated: evaluation.every is 0"
     require(not e.sets or e.every > 0, cfg, path, rule, flag("evaluation.every", 500))
 
