@@ -96,6 +96,7 @@ def test_what_is_printed_works_as_written(capsys, tmp_path, monkeypatch):
     own.write_text((CONFIGS / "quickstart.py").read_text())
     words = ("--gpus", "1", "--quick", "--fix", "remat=attn_out,attn_lse,gate_up", "--json")
     scaled = ("--model.*.mixer.rope.scaling.factor", "8", "--model.layers.mixer.window", "64")
+    scaled += ("--evaluation.sets", "web:data/web")
     found = json.loads(run(capsys, str(own), *words, *scaled, "--write", str(new)))
     _, _, _, name, *rest = shlex.split(found["command"])
     cfg = parse_overrides(load_config(name), rest)
