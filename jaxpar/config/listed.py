@@ -8,6 +8,7 @@ commas. An empty text is a list without items.
 """
 
 import dataclasses
+import difflib
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -124,28 +125,37 @@ def read_list(text: str, item: Any) -> tuple[Any, ...]:
 
 
 def mended(text: str, item: Any) -> tuple[Any, ...]:
-    """Return the items of a text that parse, and those that do with other numbers at the end."""
-    numbers = [str(good_number(hint)) for hint in hints_of(item).values()]
-    found: list[Any] = []
+    """Return the items of a text that parse, and those that do with the most similar names, or
+    with other numbers at the end."""
+    hints, found = list(hints_of(item).values()), list[Any]()
+    numbers = list(map(good_number, hints[: _required(item)]))
     for one in _split(text, ","):
         parts = _split(one.strip(), ":")
-        for n in range(len(numbers)):
-            kept = min(len(parts), len(numbers) - n)
-            if "None" in numbers[kept:]:  # a text, which nobody knows
+        for i, (part, hint) in enumerate(zip(parts, hints, strict=False)):
+            names = [name for name in members(hint) if isinstance(name, str)]
+            parts[i] = next(iter(difflib.get_close_matches(part, names, n=1)), part)
+        for kept in range(len(parts), 0, -1):
+            more = numbers[kept:]
+            if None in more:  # a text, which nobody knows
                 break
             try:
-                found.append(_read_item(":".join(parts[:kept] + numbers[kept:]), item))
+                found.append(_read_item(":".join([*parts[:kept], *map(str, more)]), item))
             except ValueError:
                 continue
             break
     return tuple(found)
 
 
+def _required(item: Any) -> int:
+    """Return the number of fields without defaults, which are the first ones."""
+    return sum(field.default is dataclasses.MISSING for field in dataclasses.fields(item))
+
+
 def _read_item(text: str, item: Any) -> Any:
     if not has_fields(item):
         return _read_part(text, item)
     fields, hints, parts = dataclasses.fields(item), hints_of(item), _split(text, ":")
-    required = sum(field.default is dataclasses.MISSING for field in fields)
+    required = _required(item)
     if len(parts) < required:
         raise ValueError(f"{text!r} has no {fields[len(parts)].name}")
     texts = [i for i, field in enumerate(fields) if plain(hints[field.name]) is str]
@@ -175,6 +185,8 @@ def _read_part(text: str, hint: Any, default: Any = dataclasses.MISSING) -> Any:
         return default
     if text.startswith("[") and text.endswith("]"):
         text = text[1:-1]
+        if (item := item_of(hint)) is not None:
+            return read_list(text, item)
     if plain(hint) is not str and typing.get_origin(plain(hint)) is not tuple:
         value = read_value(text, hint)
         if isinstance(value, str) and value not in members(hint):
@@ -185,7 +197,9 @@ def _read_part(text: str, hint: Any, default: Any = dataclasses.MISSING) -> Any:
 
 def _kind(hint: Any) -> str:
     names = {int: "a whole number", float: "a number", bool: "True or False", NoneType: "empty"}
-    return " or ".join(names.get(one, str(one)) for one in members(hint))
+    lists = (f"a list of {form(item_of(hint))}" for one in [hint] if item_of(one) is not None)
+    found = [names.get(one, one) for one in members(hint) if one in names or isinstance(one, str)]
+    return " or ".join([*found, *lists])
 
 
 def _split(text: str, separator: str) -> list[str]:
@@ -210,8 +224,15 @@ def is_list(value: Any) -> bool:
 
 
 def written(value: Any) -> str:
-    """Return a value as on a command line. Reading it returns the same value."""
-    return ",".join(map(_written_item, value)) if isinstance(value, tuple) else str(value)
+    """Return a value as on a command line. Reading it returns the same value.
+
+    An item that is one word is in brackets if it is alone: a field may also have words as values.
+    """
+    if not isinstance(value, tuple):
+        return str(value)
+    texts = list(map(_written_item, value))
+    is_word = len(value) == 1 and isinstance(value[0], Item) and not set(texts[0]) & set(":[")
+    return f"[{texts[0]}]" if is_word else ",".join(texts)
 
 
 def _written_item(item: Any) -> str:

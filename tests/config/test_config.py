@@ -176,13 +176,11 @@ MIXER.rope.scaling.original_max_position=0 | 1 | \
     MIXER.rope.scaling.original_max_position | at least 1
 # the rest
 parallel.remat=everything | 1 | parallel.remat | one of none, dots, dots_offload, attn_out, full
-parallel.remat=qkv,atn_out | 1 | parallel.remat | names from attn_norm
-parallel.remat=dots,qkv | 1 | parallel.remat | one of none, dots
-parallel.remat= | 1 | parallel.remat | one of none, dots
-parallel.remat=attn_ot:host | 1 | parallel.remat | :host after a name
-parallel.remat=layer_input | 1 | parallel.remat | always saves layer_input
-parallel.layer_loop=unroll parallel.remat_layers=full,ful::2 | 1 | \
-    parallel.remat_layers[1].policy | one of none, dots
+parallel.remat= | 1 | parallel.remat | must be a policy, or name values
+parallel.remat=qkv,moe_tokens | 1 | parallel.remat | which only experts have
+parallel.remat=[layer_input] | 1 | parallel.remat | always saves layer_input
+parallel.layer_loop=unroll parallel.remat_layers=full,[qk,qk:host]::2 | 1 | \
+    parallel.remat_layers[1].policy | name each value once
 parallel.layer_loop=unroll parallel.remat_layers=full:::0 | 1 | \
     parallel.remat_layers[0].step | at least 1
 parallel.layer_loop=scan parallel.remat_layers=full:::2 | 1 | \

@@ -11,6 +11,7 @@ from jaxpar.config import (
     LossWeight,
     MixtureWeights,
     RematSlice,
+    Saved,
     Source,
     flag,
     replace,
@@ -40,7 +41,11 @@ def test_a_list_comes_back_from_a_command_line_and_from_json(path):
 WEB, CODE = Source("web", 0.7), Source("s3://bucket/code", 0.3)
 STAGES = MixtureWeights(5, (1, 0)), MixtureWeights(9, (0, 1))
 SETS = EvaluationSet("a", "b:c"), EvaluationSet("d", "e", "test"), EvaluationSet("f", "g:val")
-SLICES = RematSlice("full", step=2), RematSlice("dots", -2), RematSlice("qkv:host,qk", stop=8)
+SLICES = (
+    RematSlice("full", step=2),
+    RematSlice("dots", -2),
+    RematSlice((Saved("qkv", "host"), Saved("qk")), stop=8),
+)
 
 
 @pytest.mark.parametrize(
@@ -55,6 +60,10 @@ SLICES = RematSlice("full", step=2), RematSlice("dots", -2), RematSlice("qkv:hos
         ("train.z_loss_schedule", "0:1e-4,9:0", (LossWeight(0, 1e-4), LossWeight(9, 0))),
         ("parallel.layers_per_stage", "3, 1", (3, 1)),
         ("parallel.auto", "all", ("all",)),
+        ("parallel.remat", "attn_out", "attn_out"),
+        ("parallel.remat", "[attn_out]", (Saved("attn_out"),)),
+        ("parallel.remat", "attn_out:host,qk", (Saved("attn_out", "host"), Saved("qk"))),
+        ("parallel.remat_layers", "[attn_out]::8", (RematSlice((Saved("attn_out"),), stop=8),)),
         ("optimizer.schedule_by", "tokens", "tokens"),
         ("data.mixture", "", ()),
     ],
@@ -87,6 +96,27 @@ def test_an_item_of_another_type_is_named(path, value, said):
     with pytest.raises(ConfigError, match=said) as caught:
         check(replace(Config(), **{path: value}))
     parse_overrides(Config(), options_in(caught.value.fix.removeprefix("use ")))
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "fix"),
+    [
+        ("parallel.remat", "qkv,atn_out", "--parallel.remat qkv,attn_out"),
+        ("parallel.remat", "attn_ot:hst", "--parallel.remat attn_out:host"),
+        ("parallel.remat", "dot", "--parallel.remat dots"),
+        ("parallel.remat", "dots,qkv", "--parallel.remat '[qkv]'"),
+        ("optimizer.schedule_by", "token", "--optimizer.schedule-by tokens"),
+        ("data.mixture", "web,code:x,books:1:2", "--data.mixture web:1.0,code:1.0,books:1:2.0"),
+        ("evaluation.sets", "web,a:b", "--evaluation.sets a:b"),
+        ("parallel.auto", "dta,tensor", "--parallel.auto data,tensor"),
+        ("parallel.layers_per_stage", "3;1", "--parallel.layers-per-stage ''"),
+    ],
+)
+def test_the_fix_of_a_text_keeps_what_can_be_read(path, text, fix):
+    with pytest.raises(ConfigError) as caught:
+        parse_overrides(Config(), [f"--{path}={text}"])
+    assert caught.value.field == path and caught.value.fix == f"use {fix}"
+    parse_overrides(Config(), options_in(fix))
 
 
 @pytest.mark.parametrize(

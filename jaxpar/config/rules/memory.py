@@ -1,10 +1,9 @@
 """Rules about memory: rematerialization and the storage of the moments."""
 
 import dataclasses
-import difflib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from jaxpar.components.experts import experts_in
 from jaxpar.config import Config, RematSlice, flag, require, value_of
@@ -21,25 +20,23 @@ from jaxpar.config.remat_policies import (
     EXPERT_NAMES,
     LAYER_INPUT,
     ON_HOST,
-    REMAT_NAMES,
-    REMAT_POLICIES,
-    without_mark,
 )
 from jaxpar.config.rules.divisibility import largest_divisor
+from jaxpar.config.schema.items import Remat, Saved
 
 
 def remat(cfg: Config) -> None:
-    """Check that policies exist or name values that can be saved, and which layers they are for."""
+    """Check the values that policies save, which layers they are for, and groups of layers."""
     p, path = cfg.parallel, "parallel.remat"
     _policy(cfg, path, p.remat, lambda policy: flag(path, policy))
-    path, slices = "parallel.remat_layers", p.remat_layers
+    slices = p.remat_layers
     for i, one in enumerate(slices):
         with_policy = functools.partial(_with_policy, slices, i)
-        _policy(cfg, f"{path}[{i}].policy", one.policy, with_policy)
+        _policy(cfg, f"parallel.remat_layers[{i}].policy", one.policy, with_policy)
     _groups(cfg)
 
 
-def _with_policy(slices: tuple[RematSlice, ...], at: int, policy: str) -> str:
+def _with_policy(slices: tuple[RematSlice, ...], at: int, policy: Remat) -> str:
     changed = dataclasses.replace(slices[at], policy=policy)
     return flag("parallel.remat_layers", (*slices[:at], changed, *slices[at + 1 :]))
 
@@ -55,40 +52,36 @@ def _groups(cfg: Config) -> None:
     require(layers % p.remat_group == 0, cfg, path, rule, fix)
 
 
-def _policy(cfg: Config, path: str, remat: str, way: Callable[[str], str]) -> None:
-    """Check one policy, or one list of values.
+def _policy(cfg: Config, path: str, policy: Remat, way: Callable[[Remat], str]) -> None:
+    """Check the values that one policy saves.
 
     Args:     way: a policy -> the option that sets it.
     """
+    if isinstance(policy, str):
+        return
+    if not policy:
+        raise refused(path, policy, "must be a policy, or name values to save", way("dots"))
 
-    def need(ok: bool, rule: str, *ways: str) -> None:
-        if not ok:
-            raise refused(path, remat, rule, *ways)
+    def need(rule: str, others: Iterable[Saved], *ways: str) -> None:
+        changed = tuple(others)
+        if changed != policy:
+            raise refused(path, policy, rule, way(changed or "full"), *ways)
 
-    names = remat.split(",")
-    plain = [without_mark(name) for name in names]
-    policy = next((name.strip() for name in names if name.strip() in REMAT_POLICIES), None)
-    savable = REMAT_NAMES + EXPERT_NAMES * bool(experts_in(cfg.model))
-    near = [m for name in plain for m in difflib.get_close_matches(name, savable, n=1)]
-    policies, known = ", ".join(REMAT_POLICIES), ", ".join(savable)
-    rule = f"must be one of {policies}, or names from {known}, separated by commas; {ON_HOST} "
-    rule += f"after a name, or after {LAYER_INPUT}, saves the value in host memory"
-    ok = remat in REMAT_POLICIES or set(plain) <= {*savable, LAYER_INPUT}
-    need(ok, rule, way(policy or ",".join(near) or "dots"))
+    moved = lambda one, on: dataclasses.replace(one, on=on)  # noqa: E731
+    once = {one.value: one for one in policy}
+    need("must name each value once, on the device or in host memory", once.values())
     rule = f"always saves {LAYER_INPUT}; add {ON_HOST} to save it in host memory"
-    on_host = [LAYER_INPUT + ON_HOST if name == LAYER_INPUT else name for name in names]
-    need(LAYER_INPUT not in names, rule, way(",".join(dict.fromkeys(on_host))))
-    once = {without_mark(name): name for name in names}
-    rule = "must name each value once, on the device or in host memory"
-    need(len(once) == len(names), rule, way(",".join(once.values())))
+    need(rule, (moved(one, "host") if one.value == LAYER_INPUT else one for one in policy))
+    of_experts = [one for one in policy if one.value in EXPERT_NAMES]
+    if not experts_in(cfg.model):
+        rule = f"names {', '.join(one.value for one in of_experts)}, which only experts have"
+        need(rule, (one for one in policy if one not in of_experts))
     rule = f"saves what experts receive or multiply on the device only, without {ON_HOST}"
-    here = [without_mark(name) if without_mark(name) in EXPERT_NAMES else name for name in names]
-    need(here == names, rule, way(",".join(here)))
+    need(rule, (moved(one, "device") if one in of_experts else one for one in policy))
     rule = "saves moe_weights, of which a pipeline would keep a copy with each microbatch"
-    others = [name for name in names if without_mark(name) != "moe_weights"]
-    ok = cfg.parallel.pipeline == 1 or len(others) == len(names)
-    fewer = way(",".join(others) or "full")
-    need(ok, rule, fewer, flag("parallel.pipeline", 1))
+    if cfg.parallel.pipeline > 1:
+        others = (one for one in policy if one.value != "moe_weights")
+        need(rule, others, flag("parallel.pipeline", 1))
 
 
 #: Largest decay at which stochastic rounding to bfloat16 is accurate (docs/numerics.md).

@@ -130,7 +130,13 @@ def _example(path: str, value: Any, hint: Any) -> str:
         fields = flag(inner, default_of(inner))
         return fields if section is hint else f"{flag(path, None)}, or {fields}"
     if (item := item_of(hint)) is not None:
-        return flag(path, _near(value, item) or default_of(path))
+        words = [one for one in members(hint) if isinstance(one, str)]
+        near = (
+            difflib.get_close_matches(str(value), words, n=1)
+            if not set(",:") & set(str(value))
+            else []
+        )
+        return flag(path, near[0] if near else _near(value, item) or default_of(path))
     if path in OR_NAMES:
         hint = typing.get_args(hint)[0]
     if typing.get_origin(hint) is Literal:

@@ -88,11 +88,48 @@ class EvaluationSet(Item):
     """Its split. None: evaluation.split."""
 
 
+#: Rematerialization policies (`remat_policies.REMAT_POLICIES`).
+RematPolicy = Literal["none", "dots", "dots_offload", "attn_out", "full", "offload"]
+
+#: Values that can be saved for the backward pass instead of recomputed, in forward order.
+RematName = Literal[
+    "attn_norm",
+    "latents",
+    "latent_norms",
+    "qkv",
+    "qk",
+    "attn_out",
+    "attn_lse",
+    "attn_residual",
+    "mlp_norm",
+    "gate_up",
+    "mlp_hidden",
+]
+
+#: More of them, of layers with experts. No policy saves them: what other devices have takes more
+#: memory than anything else in a layer.
+ExpertName = Literal["moe_tokens", "moe_weights"]
+
+
+@dataclass(frozen=True)
+class Saved(Item):
+    """A value that is saved for the backward pass."""
+
+    value: RematName | ExpertName | Literal["layer_input"]
+    """Its name (docs/parallelism.md#rematerialization)."""
+    on: Literal["device", "host"] = "device"
+    """The memory in which it waits. host: copied there in the forward, and back in the backward."""
+
+
+#: A policy, or the values to save.
+type Remat = RematPolicy | tuple[Saved, ...]
+
+
 @dataclass(frozen=True)
 class RematSlice(Item):
     """Layers with another rematerialization policy: a slice, as in Python."""
 
-    policy: str
+    policy: Remat
     """As `remat`."""
     start: int | None = None
     """First layer. None: the first of all."""

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from jaxpar.components.ranges import Count, Natural, Positive, Range
 from jaxpar.config.rules.limits import MAX_AXIS, MAX_SECONDS, MAX_SEQUENCE
-from jaxpar.config.schema.items import RematSlice
+from jaxpar.config.schema.items import Remat, RematSlice
 
 #: The fields that a layout sets, in display order, and the word for all that have their defaults.
 LayoutField = Literal[
@@ -71,9 +71,8 @@ class ParallelConfig:
     """ZeRO stage. 3: gather weights layer by layer. 1: gather all once per step; for pipelines,
     and for weights that are not sharded. 2: as 1, and scatter gradients layer by layer, so that
     their sums over microbatches are shards."""
-    remat: str = "dots"
-    """Rematerialization policy: none | dots | dots_offload | attn_out | full | offload, or the
-    names of the values to save for the backward pass."""
+    remat: Remat = "dots"
+    """Rematerialization policy, or the values to save for the backward pass."""
     remat_layers: tuple[RematSlice, ...] = ()
     """Policies of some unrolled layers: full:::2 for every second layer, full::8 for the first
     eight. Later ones win; the other layers have `remat`. With a pipeline, slices are of the layers
