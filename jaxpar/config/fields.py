@@ -91,8 +91,9 @@ def meanings(section: Any) -> dict[str, str]:
 def meanings_of(cls: Any) -> dict[str, str]:
     """Return the docstring under each field of a class, those of its bases included."""
     found: dict[str, str] = {}
-    for base in reversed(cls.__mro__[:-1]):
-        found |= meanings(base) if dataclasses.is_dataclass(base) else {}
+    bases: list[Any] = [base for base in cls.__mro__[:-1] if dataclasses.is_dataclass(base)]
+    for base in reversed(bases):
+        found |= meanings(base)
     return {field.name: found.get(field.name, "") for field in dataclasses.fields(cls)}
 
 

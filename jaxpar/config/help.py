@@ -136,7 +136,7 @@ def _parts(
         yield OPTIONS.format(count=leaves)
         sections = ((name, meaning_of_section(name)) for name in SECTIONS)
         yield _listed("sections of the config", sections, 14)
-        yield _listed("fields that are often set", _rows(cfg, COMMON_FIELDS))
+        yield _listed("fields that are often set", _rows(cfg, COMMON_FIELDS, items=False))
 
 
 def _listed(title: str, rows: Iterable[tuple[str, str]], column: int = 30) -> str:
@@ -178,8 +178,11 @@ def meaning_of_section(name: str) -> str:
     return typing.get_type_hints(Config)[name].__doc__ or ""
 
 
-def _rows(cfg: Config, paths: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield fields of a config as on a command line, with docstrings and values."""
+def _rows(cfg: Config, paths: Iterable[str], *, items: bool = True) -> Iterator[tuple[str, str]]:
+    """Yield fields of a config as on a command line, with docstrings and values.
+
+    Args:     items: also the fields of the items of lists.
+    """
     for path in paths:
         if path == LENGTH:
             text = "Number of layers."
@@ -194,7 +197,9 @@ def _rows(cfg: Config, paths: Iterable[str]) -> Iterator[tuple[str, str]]:
             value = _value(cfg, path)
             text = f"{text} (default: {'none' if value == () else written(value) or 'empty'})"
         yield f"{flag(path)} {_metavar(field_types()[path])}", text
-        if names := _names(item := item_of(field_types()[path])):
+        if (item := item_of(field_types()[path])) is None or not items:
+            continue
+        if names := _names(item):
             yield "  NAME", f"One of {', '.join(names)}."
         if has_fields(item):
             for name, of_field in meanings_of(item).items():

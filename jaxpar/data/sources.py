@@ -5,7 +5,7 @@ import hashlib
 import json
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -39,6 +39,7 @@ def open_sources(cfg: Config, split: str) -> list[Weighted]:
     Raises:   ConfigError that names field and path of an unusable source, or for document masking
               with files that do not mark documents; RunError for a transient read error.
     """
+    named: tuple[str, tuple[Source, ...]]
     if split != TRAIN and cfg.data.held_out:
         named = "data.held_out", (Source(cfg.data.held_out, 1.0),)
     else:
@@ -63,7 +64,7 @@ def local(cfg: Config, field: str, path: str) -> str:
     return local_copy(cfg, field, path)
 
 
-def check_tokenizers(cfg: Config, field: str, value: str, paths: list[str]) -> None:
+def check_tokenizers(cfg: Config, field: str, value: Any, paths: list[str]) -> None:
     """Check that datasets were made with the tokenizer of the training data.
 
     Args:     field, value: what names the datasets, for the error.

@@ -7,7 +7,7 @@ from rich.console import Console, Group
 
 from jaxpar.components.experts import num_experts
 from jaxpar.components.model import in_words as in_words_of_layers
-from jaxpar.config.layout.layer_split import in_words, is_equal, layers_per_chunk
+from jaxpar.config.layout.layer_split import is_equal, layers_per_chunk
 from jaxpar.config.listed import written
 from jaxpar.config.values import to_values
 from jaxpar.kernels.grouped_matmul.capability import HOPPER
@@ -154,7 +154,7 @@ def _unequal_stages(chosen: Sequence[Layout]) -> Iterator[str]:
     """Yield the numbers of layers of each of these layouts whose stages are unequal."""
     for layout in chosen:
         if not is_equal(layout.cfg):
-            yield f"{in_words(layers_per_chunk(layout.cfg))} ({describe(layout.cfg)})"
+            yield f"{written(layers_per_chunk(layout.cfg))} ({describe(layout.cfg)})"
 
 
 def caveats(plan: Plan, chosen: Sequence[Layout]) -> list[str]:

@@ -69,6 +69,7 @@ def open_set(cfg: Config, mesh: Mesh, named: EvaluationSet, order: TokenOrder) -
     Raises:   ConfigError that names the set, if it is missing or cannot be used.
     """
     field, given = "evaluation.sets", cfg.evaluation.sets
+    assert named.split is not None  # `held_out_sets` fills it in
     alone = without_schedules(replace(cfg, **{"data.held_out": named.path, "distill.cache": ""}))
     if named.split == TRAIN:
         check_tokenizers(cfg, field, given, [named.path])

@@ -175,7 +175,6 @@ MIXER.rope.scaling.low_freq_factor=0 | 1 | MIXER.rope.scaling.low_freq_factor | 
 MIXER.rope.scaling.original_max_position=0 | 1 | \
     MIXER.rope.scaling.original_max_position | at least 1
 # the rest
-parallel.remat=everything | 1 | parallel.remat | one of none, dots, dots_offload, attn_out, full
 parallel.remat= | 1 | parallel.remat | must be a policy, or name values
 parallel.remat=qkv,moe_tokens | 1 | parallel.remat | which only experts have
 parallel.remat=[layer_input] | 1 | parallel.remat | always saves layer_input

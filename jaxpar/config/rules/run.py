@@ -48,8 +48,8 @@ def _paths(path: str, items: tuple[Any, ...]) -> None:
         except ConfigError as error:
             wrong[i] = error
     left = tuple(one for i, one in enumerate(items) if i not in wrong)
-    for error in wrong.values():
-        raise refused(error.field, error.value, error.rule, flag(path, left))
+    for one in wrong.values():
+        raise refused(one.field, one.value, one.rule, flag(path, left))
 
 
 def initial_weights(cfg: Config) -> None:
