@@ -9,6 +9,7 @@ commas. An empty text is a list without items.
 
 import dataclasses
 import difflib
+import functools
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ def item_of(hint: Any) -> Any:
     return item if all(one in _READERS or isinstance(one, str) for one in members(item)) else None
 
 
+@functools.cache
 def hints_of(item: Any) -> dict[str, Any]:
     """Return the types of the fields of an item's class, with their ranges, in order."""
     hints = typing.get_type_hints(item, include_extras=True)
@@ -161,12 +163,12 @@ def _read_item(text: str, item: Any) -> Any:
     texts = [i for i, field in enumerate(fields) if plain(hints[field.name]) is str]
     wrong = []
     for count in range(min(len(fields), len(parts)), required - 1, -1):
-        more, at = len(parts) - count, max((i for i in texts if i < count), default=None)
+        more, at = len(parts) - count, max((i for i in texts if i < count), default=-1)
         given = parts
-        if more and at is None:
+        if more and at < 0:
             wrong.append(ValueError(f"{text!r} has more than {form(item)}"))
             continue
-        if more and at is not None:
+        if more:
             given = [*parts[:at], ":".join(parts[at : at + more + 1]), *parts[at + more + 1 :]]
         try:
             named = zip(fields, given, strict=False)
@@ -197,9 +199,10 @@ def _read_part(text: str, hint: Any, default: Any = dataclasses.MISSING) -> Any:
 
 def _kind(hint: Any) -> str:
     names = {int: "a whole number", float: "a number", bool: "True or False", NoneType: "empty"}
-    lists = (f"a list of {form(item_of(hint))}" for one in [hint] if item_of(one) is not None)
     found = [names.get(one, one) for one in members(hint) if one in names or isinstance(one, str)]
-    return " or ".join([*found, *lists])
+    if (item := item_of(hint)) is not None:
+        found.append(f"a list of {form(item)}")
+    return " or ".join(found)
 
 
 def _split(text: str, separator: str) -> list[str]:
@@ -230,9 +233,13 @@ def written(value: Any) -> str:
     """
     if not isinstance(value, tuple):
         return str(value)
-    texts = list(map(_written_item, value))
-    is_word = len(value) == 1 and isinstance(value[0], Item) and not set(texts[0]) & set(":[")
-    return f"[{texts[0]}]" if is_word else ",".join(texts)
+    text = _written_items(value)
+    is_word = len(value) == 1 and isinstance(value[0], Item) and not set(text) & set(":[")
+    return f"[{text}]" if is_word else text
+
+
+def _written_items(value: tuple[Any, ...]) -> str:
+    return ",".join(map(_written_item, value))
 
 
 def _written_item(item: Any) -> str:
@@ -255,7 +262,7 @@ def _reads_as(text: str, item: Item) -> bool:
 
 
 def _written_part(value: Any) -> str:
-    text = written(value)
+    text = _written_items(value) if isinstance(value, tuple) else str(value)
     return f"[{text}]" if isinstance(value, tuple) or set(text) & set(",[]") else text
 
 

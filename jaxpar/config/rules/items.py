@@ -1,5 +1,6 @@
 """The rules that lists and their items declare: ranges, how many, in which order, none twice."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,18 +22,23 @@ from jaxpar.config.rules.numbers import broken_range
 
 def items(cfg: Config) -> Iterator[ConfigError]:
     """Yield the first error of each list. Its fix mends all items that have it."""
-    for path, hint in field_types().items():
+    for path, item in _lists():
         section = path.rpartition(".")[0]
-        if (item := item_of(hint)) is None or value_of(cfg, section) is None:
-            continue
-        held = value_of(cfg, path)
-        if not isinstance(held, tuple):
+        held = () if value_of(cfg, section) is None else value_of(cfg, path)
+        if not isinstance(held, tuple) or not held:
             continue
         found = list(_numbers(path, held))
         if not found and has_fields(item):
             found = [*_number_of_items(path, item, held), *_texts(path, item, held)]
             found = found or list(_keys(path, item, held))
         yield from found[:1]
+
+
+@functools.cache
+def _lists() -> list[tuple[str, Any]]:
+    """Return the paths of all lists, with the types of their items."""
+    found = ((path, item_of(hint)) for path, hint in field_types().items())
+    return [(path, item) for path, item in found if item is not None]
 
 
 def _numbers(path: str, held: tuple[Any, ...]) -> Iterator[ConfigError]:
