@@ -58,7 +58,7 @@ def saved_names(remat: Remat) -> tuple[str, ...]:
     """Return the names that `parallel.remat` saves, with their suffixes."""
     if isinstance(remat, str):
         return REMAT_POLICIES[remat]
-    return tuple(one.value + ON_HOST * (one.on == "host") for one in remat)
+    return tuple(one.name + ON_HOST * (one.on == "host") for one in remat)
 
 
 def names_on_host(remat: Remat) -> tuple[str, ...]:

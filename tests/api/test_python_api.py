@@ -239,7 +239,7 @@ def test_a_step_takes_only_what_belongs_to_it(trainer_of):
         "is not in the state": (dataclasses.replace(state, params={}), batch),
         r"of another trainer": (state.with_extra(mine=state.params), batch),
         "batch = .*: must be a Batch": (state, host.tokens),
-        r"batch.tokens = \(4, 32\): must have the shape of int32 \[8, 32\]": (
+        r"batch.tokens = \[4, 32\]: must have the shape of int32 \[8, 32\]": (
             *(state, jax.tree.map(lambda a: a[:4], host)),
         ),
         r"batch.labels = \(8, 16\)": (state, host.replace(labels=host.labels[:, :16])),

@@ -11,7 +11,7 @@ from jaxpar.config import (
     LossWeight,
     MixtureWeights,
     RematSlice,
-    Saved,
+    RematValue,
     Source,
     flag,
     replace,
@@ -41,10 +41,11 @@ def test_a_list_comes_back_from_a_command_line_and_from_json(path):
 WEB, CODE = Source("web", 0.7), Source("s3://bucket/code", 0.3)
 STAGES = MixtureWeights(5, (1, 0)), MixtureWeights(9, (0, 1))
 SETS = EvaluationSet("a", "b:c"), EvaluationSet("d", "e", "test"), EvaluationSet("f", "g:val")
+ALONE = (RematValue("attn_out"),)
 SLICES = (
     RematSlice("full", step=2),
     RematSlice("dots", -2),
-    RematSlice((Saved("qkv", "host"), Saved("qk")), stop=8),
+    RematSlice((RematValue("qkv", "host"), RematValue("qk")), stop=8),
 )
 
 
@@ -61,9 +62,13 @@ SLICES = (
         ("parallel.layers_per_stage", "3, 1", (3, 1)),
         ("parallel.auto", "all", ("all",)),
         ("parallel.remat", "attn_out", "attn_out"),
-        ("parallel.remat", "[attn_out]", (Saved("attn_out"),)),
-        ("parallel.remat", "attn_out:host,qk", (Saved("attn_out", "host"), Saved("qk"))),
-        ("parallel.remat_layers", "[attn_out]::8", (RematSlice((Saved("attn_out"),), stop=8),)),
+        ("parallel.remat", "[attn_out]", ALONE),
+        ("parallel.remat", "attn_out:host,qk", (RematValue("attn_out", "host"), RematValue("qk"))),
+        (
+            "parallel.remat_layers",
+            "[attn_out]::8",
+            (RematSlice(ALONE, stop=8),),
+        ),
         ("optimizer.schedule_by", "tokens", "tokens"),
         ("data.mixture", "", ()),
     ],

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jaxpar.certification import distances, traces
-from jaxpar.config import ConfigError, QkNorm, RematSlice, Saved, replace
+from jaxpar.config import ConfigError, QkNorm, RematSlice, RematValue, replace
 from jaxpar.config.remat_policies import (
     LAYER_INPUT,
     ON_HOST,
@@ -321,9 +321,9 @@ def test_only_what_the_ring_brings_is_recomputed_without_a_barrier(fields, kept,
 
 
 def test_names_say_where():
-    assert saved_names((Saved("attn_lse"), Saved("qk"))) == ("attn_lse", "qk")
+    assert saved_names((RematValue("attn_lse"), RematValue("qk"))) == ("attn_lse", "qk")
     assert names_on_host("offload") == ("layer_input", "attn_out")
-    assert names_on_host((Saved("gate_up"), Saved("qk", "host"))) == ("qk",)
+    assert names_on_host((RematValue("gate_up"), RematValue("qk", "host"))) == ("qk",)
     assert names_on_host("dots") == ()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxpar.certification import traces
 from jaxpar.certification.meshes import parse_meshes
-from jaxpar.config import ConfigError, RematSlice, Saved, replace
+from jaxpar.config import ConfigError, RematSlice, RematValue, replace
 from jaxpar.config.validate import check, resolve
 from jaxpar.parallel.expert import rows
 from jaxpar.planning.predict import experts
@@ -126,16 +126,19 @@ def test_the_program_sends_as_the_planner_counts(names, count, layers, devices):
     ("fields", "said"),
     [
         (
-            {"parallel.remat": (Saved("moe_tokens", "host"),)},
-            r"on the device only.*--parallel\.remat moe_tokens",
+            {"parallel.remat": remat_of("moe_tokens:host")},
+            r"on the device only.*--parallel\.remat .\[moe_tokens\]",
         ),
         (
-            {"parallel.remat": (Saved("qkv"), Saved("moe_weights")), "parallel.pipeline": 2},
-            r"saves moe_weights, of which a pipeline.*--parallel\.remat qkv, or .*pipeline 1",
+            {
+                "parallel.remat": (RematValue("qkv"), RematValue("moe_weights")),
+                "parallel.pipeline": 2,
+            },
+            r"saves moe_weights, of which a pipeline.*--parallel\.remat .\[qkv\]., or .*pipeline 1",
         ),
         (
-            {"parallel.remat": (Saved("moe_tokens"),), "model.layers.feed_forward": GLU},
-            r"remat = 'moe_tokens': must be one of none, dots",
+            {"parallel.remat": remat_of("moe_tokens"), "model.layers.feed_forward": GLU},
+            r"remat = '\[moe_tokens\]': names moe_tokens, which only experts have",
         ),
     ],
 )

@@ -22,7 +22,7 @@ from jaxpar.config.remat_policies import (
     ON_HOST,
 )
 from jaxpar.config.rules.divisibility import largest_divisor
-from jaxpar.config.schema.items import Remat, Saved
+from jaxpar.config.schema.items import Remat, RematValue
 
 
 def remat(cfg: Config) -> None:
@@ -62,25 +62,25 @@ def _policy(cfg: Config, path: str, policy: Remat, way: Callable[[Remat], str]) 
     if not policy:
         raise refused(path, policy, "must be a policy, or name values to save", way("dots"))
 
-    def need(rule: str, others: Iterable[Saved], *ways: str) -> None:
+    def need(rule: str, others: Iterable[RematValue], *ways: str) -> None:
         changed = tuple(others)
         if changed != policy:
             raise refused(path, policy, rule, way(changed or "full"), *ways)
 
     moved = lambda one, on: dataclasses.replace(one, on=on)  # noqa: E731
-    once = {one.value: one for one in policy}
+    once = {one.name: one for one in policy}
     need("must name each value once, on the device or in host memory", once.values())
     rule = f"always saves {LAYER_INPUT}; add {ON_HOST} to save it in host memory"
-    need(rule, (moved(one, "host") if one.value == LAYER_INPUT else one for one in policy))
-    of_experts = [one for one in policy if one.value in EXPERT_NAMES]
+    need(rule, (moved(one, "host") if one.name == LAYER_INPUT else one for one in policy))
+    of_experts = [one for one in policy if one.name in EXPERT_NAMES]
     if not experts_in(cfg.model):
-        rule = f"names {', '.join(one.value for one in of_experts)}, which only experts have"
+        rule = f"names {', '.join(one.name for one in of_experts)}, which only experts have"
         need(rule, (one for one in policy if one not in of_experts))
     rule = f"saves what experts receive or multiply on the device only, without {ON_HOST}"
     need(rule, (moved(one, "device") if one in of_experts else one for one in policy))
     rule = "saves moe_weights, of which a pipeline would keep a copy with each microbatch"
     if cfg.parallel.pipeline > 1:
-        others = (one for one in policy if one.value != "moe_weights")
+        others = (one for one in policy if one.name != "moe_weights")
         need(rule, others, flag("parallel.pipeline", 1))
 
 

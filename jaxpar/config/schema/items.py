@@ -112,17 +112,17 @@ ExpertName = Literal["moe_tokens", "moe_weights"]
 
 
 @dataclass(frozen=True)
-class Saved(Item):
+class RematValue(Item):
     """A value that is saved for the backward pass."""
 
-    value: RematName | ExpertName | Literal["layer_input"]
+    name: RematName | ExpertName | Literal["layer_input"]
     """Its name (docs/parallelism.md#rematerialization)."""
     on: Literal["device", "host"] = "device"
     """The memory in which it waits. host: copied there in the forward, and back in the backward."""
 
 
 #: A policy, or the values to save.
-type Remat = RematPolicy | tuple[Saved, ...]
+type Remat = RematPolicy | tuple[RematValue, ...]
 
 
 @dataclass(frozen=True)
