@@ -289,7 +289,8 @@ def parts_of(value: Any, hint: Any, path: str) -> Iterator[tuple[str, Any, Any]]
         for i, one in enumerate(value):
             yield from parts_of(one, inner, f"{path}[{i}]")
     elif isinstance(value, Item):
-        for name, inner in hints_of(type(value)).items():
+        kind: Any = type(value)
+        for name, inner in hints_of(kind).items():
             yield from parts_of(getattr(value, name), inner, f"{path}.{name}")
     else:
         yield path, value, hint
@@ -301,7 +302,8 @@ def with_parts(value: Any, hint: Any, change: Callable[[Any, Any], Any]) -> Any:
         inner = item_of(hint)
         return tuple(with_parts(one, inner, change) for one in value)
     if isinstance(value, Item):
-        hints = hints_of(type(value)).items()
+        kind: Any = type(value)
+        hints = hints_of(kind).items()
         made = {name: with_parts(getattr(value, name), of, change) for name, of in hints}
         return dataclasses.replace(value, **made)
     return change(value, hint)

@@ -55,7 +55,7 @@ def _number_of_items(path: str, item: type[Item], held: tuple[Any, ...]) -> Iter
         yield refused(path, held, rule, flag(path, held[: item.most]))
 
 
-def _texts(path: str, item: type[Item], held: tuple[Any, ...]) -> Iterator[ConfigError]:
+def _texts(path: str, item: Any, held: tuple[Any, ...]) -> Iterator[ConfigError]:
     names = [name for name, of in hints_of(item).items() if plain(of) is str]
     empty = [(i, n) for i, one in enumerate(held) for n in names if not getattr(one, n).strip()]
     left = tuple(one for i, one in enumerate(held) if i not in dict(empty))
