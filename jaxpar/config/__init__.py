@@ -23,10 +23,22 @@ from jaxpar.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from jaxpar.config.schema.items import (
+    BatchSize,
+    EvaluationSet,
+    LossWeight,
+    MixtureWeights,
+    RematSlice,
+    RematValue,
+    SequenceLength,
+    Source,
+    StepShare,
+)
 from jaxpar.config.schema.metrics import MetricsConfig, ProfileConfig
 from jaxpar.config.schema.objectives import DistillConfig, DpoConfig
 
 __all__ = [
+    "BatchSize",
     "CheckpointConfig",
     "ClusterConfig",
     "ComputeConfig",
@@ -37,13 +49,21 @@ __all__ = [
     "DistillConfig",
     "DpoConfig",
     "EvaluationConfig",
+    "EvaluationSet",
     "GuardConfig",
     "LoraConfig",
+    "LossWeight",
     "MetricsConfig",
+    "MixtureWeights",
     "OptimizerConfig",
     "ParallelConfig",
     "ProfileConfig",
+    "RematSlice",
+    "RematValue",
     "RunConfig",
+    "SequenceLength",
+    "Source",
+    "StepShare",
     "TrainConfig",
     "default_of",
     "flag",

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from jaxpar.config.listed import is_list, written
 from jaxpar.config.printable import printable
 
 #: Maximum characters of each part of a message.
@@ -14,8 +15,8 @@ class ConfigError(ValueError):
 
     def __init__(self, field: str, value: Any, rule: str, fix: str):
         self.field, self.value, self.rule, self.fix = field, value, rule, fix
-        field, shown, rule, fix = map(_short, (field, repr(value), rule, fix))
-        super().__init__(printable(f"{field} = {shown}: {rule}. Fix: {fix}."))
+        field, text, rule, fix = map(_short, (field, shown(value), rule, fix))
+        super().__init__(printable(f"{field} = {text}: {rule}. Fix: {fix}."))
 
 
 class ConfigErrors(ConfigError):
@@ -26,6 +27,11 @@ class ConfigErrors(ConfigError):
         super().__init__(first.field, first.value, first.rule, first.fix)
         lines = (f"\n{number}. {error}" for number, error in enumerate(errors, 1))
         self.args = (f"{len(errors)} rules are broken." + "".join(lines),)
+
+
+def shown(value: Any) -> str:
+    """Return a value for a message: a list as on a command line."""
+    return repr(written(value) if is_list(value) else value)
 
 
 def _short(text: str) -> str:
