@@ -12,9 +12,11 @@ from jaxpar import checkpoint, config
 from jaxpar.config import Config, Router
 from jaxpar.config.validate import resolve
 from jaxpar.data.skips import SkippedBatches, write_skipped
-from jaxpar.memory_checkpoint.places import MIRRORED, Group
+from jaxpar.memory_checkpoint.places import MIRRORED, Group, MemoryPlace
+from jaxpar.memory_checkpoint.plan import plan_copies
 from jaxpar.memory_checkpoint.restoring import find, restore
 from jaxpar.sharding.mesh import make_mesh
+from jaxpar.step.state import abstract_logical
 from tests.checkpoint.test_checkpoint import (
     assert_same_bits,
     logical,
@@ -22,7 +24,7 @@ from tests.checkpoint.test_checkpoint import (
     save,
     write_dataset,
 )
-from tests.memory_checkpoint.hosts import fake_hosts, numbers
+from tests.memory_checkpoint.hosts import fake_hosts, folders_of, numbers
 from tests.slow import slow
 from tests.tiny import EXPERTS, STATE
 
@@ -110,6 +112,16 @@ def test_on_the_same_mesh_a_running_state_is_the_same(setup, tmp_path):
     assert jax.tree.map(lambda a: a.sharding, restored) == jax.tree.map(
         lambda a: a.sharding, running
     )
+
+
+@pytest.mark.parametrize("copies, receivers", [(0, ""), (1, "c:1"), (2, "c:1 a:1"), (5, "c:1 a:1")])
+def test_memory_copies_says_how_many_hosts_get_the_pieces(setup, tmp_path, copies, receivers):
+    """The next ones after this host, which is the second of three; no host gets its own."""
+    cfg, mesh = setup(**{"checkpoint.memory_copies": copies})
+    place = MemoryPlace(folders_of(tmp_path, 1)[0], ("a:1", "b:1", "c:1"), host=1)
+    plan = plan_copies(cfg, place, abstract_logical(cfg, mesh).saved, seconds=60)
+    assert plan.receivers == receivers.split()
+    assert (plan.pieces.single.num_bytes > 0) == (copies > 0)
 
 
 def test_a_host_holds_each_part_once_and_replicas_are_not_sent(setup, tmp_path):

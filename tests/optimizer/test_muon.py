@@ -112,6 +112,20 @@ def test_other_parameters_are_updated_by_adamw():
     assert same == {name for name, spec in flat(specs).items() if not spec.columns}
 
 
+def test_matrices_may_have_a_learning_rate_of_their_own():
+    """`muon_lr_ratio` times that of all else, weight decay included."""
+    specs = param_specs(TINY.model)
+    cfg = replace(TINY, **MUON, **{"optimizer.weight_decay": 0.1}).optimizer
+    slower = dataclasses.replace(cfg, muon_lr_ratio=0.25)
+    params, grads = (gradients(abstract(specs), i) for i in range(2))
+    rules = [make_optimizer(one, 10, specs) for one in (cfg, slower)]
+    step = jax.jit(lambda: [rule.update(grads, rule.init(params), params)[0] for rule in rules])
+    usual, found = map(flat, step())
+    for name, spec in flat(specs).items():
+        ratio = 0.25 if spec.columns else 1.0
+        np.testing.assert_allclose(found[name], ratio * usual[name], rtol=1e-6, err_msg=name)
+
+
 def test_singular_values_become_about_1():
     """In bfloat16 too, though its rounding moves them by some hundredths."""
     wide = np.random.default_rng(0).normal(size=(2, 24, 40)).astype(np.float32)
