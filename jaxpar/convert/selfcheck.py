@@ -61,15 +61,33 @@ def check_conversion(
               folder's files, in words.
     Raises:   CheckFailed when the difference exceeds the tolerance, or a logit is non-finite.
     """
-    tokens = random_tokens(m)
-    ours = logits(run, m, tokens)
-    compare(logits(published, m, tokens), ours, what, tolerance, log)
+    tokens, ours = compare_readers(m, run, published, what, tolerance, log)
     left_out = why_not_in_torch(m, "transformers")
     if left_out is None:
         theirs = transformers_logits(folder, tokens)
         compare(theirs, ours, "transformers", tolerance, log)
     else:
         log(f"not compared with transformers: {left_out}")
+
+
+def compare_readers(
+    m: Model,
+    run: Read,
+    other: Read,
+    what: str,
+    tolerance: float,
+    log: Callable[[str], None],
+    adapters: LoraConfig | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Compare the logits of a run with those of other parameters, as `check_conversion` does.
+
+    Args:     what: the others, in words. adapters: of both, as in `logits`.
+    Returns:  (the tokens, the run's logits).
+    """
+    tokens = random_tokens(m)
+    ours = logits(run, m, tokens, adapters)
+    compare(logits(other, m, tokens, adapters), ours, what, tolerance, log)
+    return tokens, ours
 
 
 def random_tokens(m: Model) -> np.ndarray:

@@ -132,11 +132,9 @@ def _check(
     m, parameters = export.config.model, parameters_of(export.config.model)
     if isinstance(export.arrays, MergedArrays):
         check_merge(export.arrays, export.config, tolerance, log)
-    tokens = selfcheck.random_tokens(m)
-    ours = selfcheck.logits(selfcheck.run_reader(export.arrays, m, export.dtype), m, tokens)
+    run = selfcheck.run_reader(export.arrays, m, export.dtype)
     read = lambda path, box: parameters[path].read(stored, box)  # noqa: E731
-    found = selfcheck.logits(read, m, tokens)
-    selfcheck.compare(found, ours, "the written file", tolerance, log)
+    tokens, ours = selfcheck.compare_readers(m, run, read, "the written file", tolerance, log)
     left_out = "components need code" if code_needed(m) else selfcheck.why_not_in_torch(m)
     if left_out is None:
         selfcheck.compare(torch_logits(file, tokens), ours, "PyTorch", tolerance, log)

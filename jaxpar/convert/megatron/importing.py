@@ -380,8 +380,6 @@ def from_megatron(
         if tolerance is not None:
             read = selfcheck.published_reader(source.entries, source.tensors)
             arrays = open_run(temporary, cfg, weights_alone.STEP)
-            m, tokens = cfg.model, selfcheck.random_tokens(cfg.model)
-            ours = selfcheck.logits(selfcheck.run_reader(arrays, m, "float32"), m, tokens)
-            theirs = selfcheck.logits(read, m, tokens)
-            selfcheck.compare(theirs, ours, "the checkpoint", tolerance, log)
+            run = selfcheck.run_reader(arrays, cfg.model, "float32")
+            selfcheck.compare_readers(cfg.model, run, read, "the checkpoint", tolerance, log)
     return source

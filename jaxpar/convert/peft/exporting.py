@@ -191,7 +191,6 @@ def check(
     Raises:   ConfigError when the base is another model; CheckFailed.
     """
     cfg = export.config
-    tokens = selfcheck.random_tokens(cfg.model)
     own = unmerged_reader(export.arrays, cfg, export.dtype)
     written = Tensors(read_header(folder / ADAPTER_FILE))
     there = base is not None and (Path(base) / CONFIG_FILE).is_file()
@@ -206,10 +205,8 @@ def check(
         what = f"{base} and the written adapters"
 
     adapters = selfcheck.published_reader(export.entries, written)
-    read = either(adapters, published)
-    ours = selfcheck.logits(own, cfg.model, tokens, cfg.lora)
-    found = selfcheck.logits(with_factor(read, cfg), cfg.model, tokens, cfg.lora)
-    selfcheck.compare(found, ours, what, tolerance, log)
+    read = with_factor(either(adapters, published), cfg)
+    tokens, ours = selfcheck.compare_readers(cfg.model, own, read, what, tolerance, log, cfg.lora)
     left_out = why_no_peft(cfg) if there else "--base is not a folder on this machine"
     if left_out is None:
         theirs = peft_logits(Path(str(base)), folder, tokens)

@@ -142,13 +142,11 @@ def from_peft(
     check_tokenizer(source.folder, log, strict=tolerance is not None)
     with new_run(cfg, [source, adapters], log) as temporary:
         if tolerance is not None:
-            tokens = selfcheck.random_tokens(cfg.model)
             run = unmerged_reader(open_run(temporary, cfg, weights_alone.STEP), cfg)
-            ours = selfcheck.logits(run, cfg.model, tokens, cfg.lora)
             reader = lambda s: selfcheck.published_reader(s.entries, s.tensors)  # noqa: E731
             published = with_factor(either(reader(adapters), reader(source)), cfg)
-            theirs = selfcheck.logits(published, cfg.model, tokens, cfg.lora)
-            selfcheck.compare(theirs, ours, "the published files", tolerance, log)
+            what = "the published files"
+            selfcheck.compare_readers(cfg.model, run, published, what, tolerance, log, cfg.lora)
     return cfg
 
 
