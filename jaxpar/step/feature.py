@@ -24,7 +24,6 @@ from jaxpar.model.probes import Feed, LayerProbe, Probed, num_before
 from jaxpar.parallel.collectives import psum, varying, varying_axes
 from jaxpar.sharding.axes import AXES, PIPELINE
 from jaxpar.sharding.batch import Batch
-from jaxpar.sharding.params import ParamSpec
 from jaxpar.step.layer_order import EMPTY, layers_here, rows_here
 from jaxpar.step.metrics import Step
 
@@ -182,16 +181,6 @@ class TrainStep:
                 here = here * (lax.axis_index(PIPELINE) == 0)
             total = total.at[jnp.where(at == EMPTY, len(total), at)].add(here, mode="drop")
         return psum(total, PIPELINE)
-
-    def sum_over(self, x: jax.Array, spec: ParamSpec, dim: int) -> jax.Array:
-        """Sum values of a parameter over one of its dims, on all devices that share it.
-
-        Args:     x: local shard, with the parameter's dims.
-        """
-        entry = spec.partition_spec[dim]
-        axes = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-        total = jnp.sum(x, axis=dim)
-        return psum(total, axes) if axes else total
 
 
 def _with_absent(values: jax.Array, count: jax.Array, absent: float) -> jax.Array:

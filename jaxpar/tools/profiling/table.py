@@ -11,9 +11,6 @@ MAX_ROWS = 24
 MAX_NAME_CHARS = 52
 MAX_RESULT_CHARS = 40
 
-#: Longest line of a kernel's figures.
-MAX_LINE_CHARS = 120
-
 #: CUDA graphs to name.
 MAX_GRAPHS = 2
 
