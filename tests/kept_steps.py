@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from jaxpar.config import Config
-from jaxpar.optimizer.rate_table import rate_table
+from jaxpar.optimizer.schedules import rate_table
 from jaxpar.step.fixed_input import FixedInput
 from jaxpar.training import evaluation, programs
 

@@ -34,8 +34,7 @@ from jaxpar.config.serialize import from_json, to_json
 from jaxpar.config.validate import resolve
 from jaxpar.inference import generation
 from jaxpar.model import decode
-from jaxpar.model.plain.components import plain
-from jaxpar.model.plain.decoder import logits_of
+from jaxpar.model.plain.decoder import logits_of, plain
 from jaxpar.sharding.axes import TENSOR
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import flat

@@ -28,7 +28,7 @@ from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.fingerprint import fingerprints
 from jaxpar.sharding.mesh import describe, make_mesh
 from jaxpar.step.diloco.outer import OuterSteps
-from jaxpar.step.diloco.schedule import under_way
+from jaxpar.step.diloco.overlap import under_way
 from jaxpar.step.state import TrainState, state_shardings
 from jaxpar.step.train_step import Metrics, make_train_step
 from jaxpar.training import initial_weights

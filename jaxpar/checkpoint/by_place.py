@@ -27,7 +27,7 @@ from jaxpar.runtime.processes.peers import log
 from jaxpar.sharding.axes import axes_of
 from jaxpar.sharding.fingerprint import named_leaves, path_names
 from jaxpar.sharding.params import flat
-from jaxpar.step.diloco.overlap import EXCHANGE
+from jaxpar.step.diloco.trainers import EXCHANGE
 from jaxpar.step.initial_arrays import initial_arrays
 from jaxpar.step.state import abstract_logical, abstract_params
 from jaxpar.step.unequal_stages import from_rows, is_split, logical_sharding

@@ -32,7 +32,7 @@ from jaxpar.runtime.processes.peers import log
 from jaxpar.sharding.axes import AXES
 from jaxpar.sharding.params import flat
 from jaxpar.step.conversions import in_configured_dtypes
-from jaxpar.step.diloco import outer, overlap, schedule, trainers
+from jaxpar.step.diloco import outer, overlap, trainers
 from jaxpar.step.state import (
     TrainState,
     abstract_logical,
@@ -80,7 +80,7 @@ def converted(state: Any, cfg: Config, stored: Config, mesh: Mesh, saved: Saved)
 
 def _converted_replicas(state: Any, then: int, now: int, cfg: Config, mesh: Mesh) -> TrainState:
     shardings = lambda tree: jax.tree.map(lambda a: a.sharding, tree)  # noqa: E731
-    to = overlap.without_exchange(shardings(abstract_logical(cfg, mesh)))
+    to = trainers.without_exchange(shardings(abstract_logical(cfg, mesh)))
     # What begins anew is not in the state yet.
     own = ("guard", "diloco")
     others = {n: shardings(kept) for n, kept in state.extra.items() if n not in own}
@@ -188,13 +188,13 @@ def exchange_to_load(diloco: Any, saved: Saved, cfg: Config) -> tuple[Any, bool]
 
     Args:     diloco: of a logical state, abstract arrays with shardings; () without.
     """
-    of_exchange = tuple(f"diloco/{part}/" for part in overlap.EXCHANGE)
+    of_exchange = tuple(f"diloco/{part}/" for part in trainers.EXCHANGE)
     has_any = any(name.startswith(of_exchange) for name in saved.fingerprints)
-    if overlap.OUTGOING not in diloco:
+    if trainers.OUTGOING not in diloco:
         return diloco, has_any
     if has_any and _is_wanted(saved, cfg):
         return diloco, False
-    return {k: v for k, v in diloco.items() if k not in overlap.EXCHANGE}, has_any
+    return {k: v for k, v in diloco.items() if k not in trainers.EXCHANGE}, has_any
 
 
 def with_exchange(state: TrainState, saved: Saved, cfg: Config, mesh: Mesh) -> TrainState:
@@ -204,10 +204,10 @@ def with_exchange(state: TrainState, saved: Saved, cfg: Config, mesh: Mesh) -> T
     """
     if not cfg.diloco.overlap:
         return state
-    loaded = overlap.OUTGOING in state.extra["diloco"]
+    loaded = trainers.OUTGOING in state.extra["diloco"]
     if not loaded:
-        state = overlap.with_exchange(state, fresh_exchange(state.params, cfg, mesh))
-    fragment, then = schedule.under_way(saved.step, cfg), by_path(saved.config)
+        state = trainers.with_exchange(state, fresh_exchange(state.params, cfg, mesh))
+    fragment, then = overlap.under_way(saved.step, cfg), by_path(saved.config)
     same_parts = all(then.get(path) == value_of(cfg, path) for path in OF_PARTS)
     if fragment is None or (loaded and same_parts):
         return state
@@ -229,5 +229,5 @@ def _is_wanted(saved: Saved, cfg: Config) -> bool:
     if then.get("diloco.fragments") != cfg.diloco.fragments:
         return False  # of other shapes
     before = replace(cfg, **{path: then[path] for path in SCHEDULE})
-    found = schedule.under_way(saved.step, before)
-    return found == schedule.under_way(saved.step, cfg)
+    found = overlap.under_way(saved.step, before)
+    return found == overlap.under_way(saved.step, cfg)

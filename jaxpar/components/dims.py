@@ -9,8 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxpar.components.axes import RULES
-from jaxpar.components.weight import Weight, spread
+from jaxpar.components.weight import RULES, Weight, spread
 
 if TYPE_CHECKING:
     from jaxpar.components.component import Term

@@ -16,6 +16,9 @@ from jaxpar.components.model import Model
 from jaxpar.components.ranges import Positive, Range, Size
 from jaxpar.components.weight import Weight, matrix, vector
 
+#: The losses of a router, as named in metrics: the last dim of `losses` at the point "routing".
+LOSSES = ("balance_loss", "router_z_loss")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Router(Component):

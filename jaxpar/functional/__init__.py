@@ -9,8 +9,7 @@ by the section `model` of a config, which is a static pytree, as losses are: fun
 package are traced and compiled with them as they are.
 """
 
-from jaxpar.functional.checkpoints import load
-from jaxpar.functional.plain import apply, init, loss
+from jaxpar.functional.plain import apply, init, load, loss
 from jaxpar.functional.sharded import init_state, make_eval_step, make_train_step
 from jaxpar.objectives.losses import Loss, NextToken, Scores, loss_of
 

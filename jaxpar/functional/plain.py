@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import Config, ConfigError, Model, TrainConfig
+from jaxpar.inference.load import load_params_of
 from jaxpar.model.parameters import specs_of
 from jaxpar.model.plain import decoder
 from jaxpar.model.plain.feed_forward import router_loss
@@ -167,3 +169,18 @@ def _require_model(model: Any) -> None:
     if not isinstance(model, Model):
         rule = "must be the section `model` of a config"
         raise ConfigError("model", type(model).__name__, rule, "use config.model")
+
+
+# -------------------------------------------- Reads the parameters of a run or of a published model
+
+
+def load(folder: str | Path, step: int | None = None) -> tuple[Any, Config]:
+    """Load parameters onto one device, with adapters merged into them.
+
+    Args:     folder: of a run, or of a published model. step: of the run's checkpoint; None: the
+              latest intact one.
+    Returns:  the parameters, as `init` returns them, and the config, whose `model` they are of.
+    Raises:   ConfigError if the folder contains no model; Damaged if the checkpoint is.
+    """
+    found = load_params_of(str(folder), step, 1, lambda text: None)
+    return found.params, found.cfg

@@ -32,11 +32,11 @@ from jaxpar.execution.decisions import execution_of
 from jaxpar.inference.options import Sampling
 from jaxpar.model import decode, fused_weights, transformer
 from jaxpar.model.attention_context import attention_context
-from jaxpar.model.mtp.decode import can_draft
+from jaxpar.model.mtp.module import can_draft
 from jaxpar.sharding.axes import TENSOR, VOCAB_AXES
 from jaxpar.sharding.batch import Batch
+from jaxpar.step.links import gather_once
 from jaxpar.step.state import state_specs
-from jaxpar.step.step_weights import gather_once
 
 
 def config_for_sampling(cfg: Config, tensor: int = 1) -> Config:

@@ -24,7 +24,7 @@ from jaxpar.data.tokenizer import Tokenizer
 from jaxpar.inference.generation import config_for_sampling, weights_for_sampling
 from jaxpar.model.decode import cache_bytes
 from jaxpar.model.flops import num_params
-from jaxpar.model.mtp.decode import layers_of
+from jaxpar.model.mtp.module import layers_of
 from jaxpar.runtime import hub
 from jaxpar.runtime.gpus.visible import gpu_is_present
 from jaxpar.runtime.host_memory import host_memory

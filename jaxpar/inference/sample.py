@@ -16,7 +16,7 @@ from jaxpar.inference import speculative
 from jaxpar.inference.generation import generate, slots_for
 from jaxpar.inference.load import LoadedModel, check_cache, load
 from jaxpar.inference.options import MAX_TOKENS, SampleOptions, Sampling
-from jaxpar.model.mtp.decode import can_draft
+from jaxpar.model.mtp.module import can_draft
 from jaxpar.monitoring.samples import write_sample
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.stages import stage

@@ -28,7 +28,7 @@ from jaxpar.inference.generation import (
 )
 from jaxpar.inference.options import Sampling
 from jaxpar.model import decode
-from jaxpar.model.mtp import decode as modules
+from jaxpar.model.mtp import module as modules
 from jaxpar.sharding.axes import TENSOR
 
 # ---------- The rule by which drafts are accepted: what it returns is distributed as without drafts

@@ -18,7 +18,7 @@ from jaxpar.model import rope as model_rope
 from jaxpar.model.attention_context import AttentionContext, component
 from jaxpar.model.held import HeldSize, NewTokens, mask_of_slots, write
 from jaxpar.model.linear import products, row_parallel
-from jaxpar.model.mup.widths import mup_score_factor
+from jaxpar.model.mup import mup_score_factor
 from jaxpar.model.own_heads import own_heads
 from jaxpar.parallel.context import context_attention
 from jaxpar.parallel.tensor.shards import Shards

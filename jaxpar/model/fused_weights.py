@@ -15,15 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.components.axes import RULES
 from jaxpar.components.model import Layer, Model
-from jaxpar.components.weight import Fused, Weight, either_way, fused
+from jaxpar.components.weight import RULES, Fused, Weight, either_way, fused
 from jaxpar.config import Config
 from jaxpar.config.layout.layer_split import layers_before_stages
 from jaxpar.config.lists.lora_targets import factor
 from jaxpar.execution.decisions import Execution
 from jaxpar.kernels.float8 import max_magnitude
-from jaxpar.model import lora
+from jaxpar.model import lora, mtp
 from jaxpar.model.chunks import (
     BEFORE_STAGES,
     layer_outside,
@@ -32,7 +31,6 @@ from jaxpar.model.chunks import (
     scan_period,
     with_layers,
 )
-from jaxpar.model.mtp import parameters as mtp
 from jaxpar.model.probes import is_extra
 from jaxpar.parallel.fsdp import gather
 from jaxpar.sharding.axes import COUNTS, DATA, FSDP_AXES

@@ -17,7 +17,6 @@ from jax import lax
 from jaxpar.kernels.attention import AttentionMask
 from jaxpar.kernels.attention.capability import CAPABILITIES, make_request, refusal
 from jaxpar.kernels.attention.mask import dense_mask
-from jaxpar.kernels.attention.triton import api as triton
 from jaxpar.kernels.platform import Platform
 from jaxpar.parallel.collectives import all_gather, share, varying
 from jaxpar.sharding.axes import SEQUENCE
@@ -65,6 +64,8 @@ def largest(q: jax.Array, k: jax.Array, mask: AttentionMask) -> jax.Array:
     """Compute the largest visible score of each row and head: float32 [B, H]."""
     B, T, H, K = q.shape
     if refusal("triton", make_request("forward", q, k, mask, Platform.here())) is None:
+        from jaxpar.kernels.attention.triton import api as triton
+
         return jnp.max(triton.largest(q, k, mask), axis=2) * K**-0.5
     G = k.shape[2]
     size = next(n for n in range(min(QUERIES, T), 0, -1) if T % n == 0)

@@ -29,14 +29,16 @@ from jaxpar.config import Model
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named
 from jaxpar.kernels.norm import NormOutput
-from jaxpar.model import attention, feed_forward, linear, lora, own_components, probes
+from jaxpar.model import (
+    attention,
+    feed_forward,
+    linear,
+    lora,
+    probes,
+)
 from jaxpar.model.attention_context import AttentionContext
 from jaxpar.model.held import KEYS_AND_VALUES, STATE
-from jaxpar.model.latent_attention import decode as latent_decode
-from jaxpar.model.latent_attention import heads as latent_attention
-from jaxpar.model.moe import experts
 from jaxpar.model.norm import norm, norm_of_stream
-from jaxpar.model.recurrent import delta_net, kimi_delta, mamba
 from jaxpar.parallel.tensor.shards import Shards
 
 type Weights = dict[str, Any]
@@ -213,33 +215,48 @@ def _recurrent(name: str, module: Any) -> Computation:
     return Computation(name, module.mix, module.decode, module.held, STATE)
 
 
-_COMPUTATIONS: dict[type[Term], Computation] = {
-    Attention: Computation(
-        "attention", attention.heads, attention.decode, attention.held, KEYS_AND_VALUES
-    ),
-    LatentAttention: Computation(
-        "attention",
-        latent_attention.heads,
-        latent_decode.decode,
-        latent_decode.held,
-        KEYS_AND_VALUES,
-        receive=latent_attention.received,
-    ),
-    GatedDeltaNet: _recurrent("delta_net", delta_net),
-    KimiDeltaAttention: _recurrent("kimi_delta", kimi_delta),
-    Mamba2: _recurrent("mamba", mamba),
-    Glu: Computation("feed_forward", feed_forward.glu, _of_whole(feed_forward.glu)),
-    Mlp: Computation("feed_forward", feed_forward.mlp, _of_whole(feed_forward.mlp)),
-    Experts: Computation(
-        "feed_forward",
-        experts.mixture,
-        experts.decode,
-        receive=experts.received,
-        dispatch=experts.dispatched,
-        collect=experts.collected,
-        send=experts.summed,
-    ),
-}
+@functools.cache
+def _own_computation(cls: type[Term]) -> Computation | None:
+    """Return how a component of this package computes; None for others.
+
+    The code of a component is imported here, when a model has it.
+    """
+    if cls is Attention:
+        heads, decode, held = attention.heads, attention.decode, attention.held
+        return Computation("attention", heads, decode, held, KEYS_AND_VALUES)
+    if cls is LatentAttention:
+        from jaxpar.model import latent_attention as latent
+
+        of_heads = latent.heads, latent.decode, latent.held, KEYS_AND_VALUES
+        return Computation("attention", *of_heads, receive=latent.received)
+    if cls is GatedDeltaNet:
+        from jaxpar.model.recurrent import delta_net
+
+        return _recurrent("delta_net", delta_net)
+    if cls is KimiDeltaAttention:
+        from jaxpar.model.recurrent import kimi_delta
+
+        return _recurrent("kimi_delta", kimi_delta)
+    if cls is Mamba2:
+        from jaxpar.model.recurrent import mamba
+
+        return _recurrent("mamba", mamba)
+    if cls is Experts:
+        from jaxpar.model.moe import experts
+
+        return Computation(
+            "feed_forward",
+            experts.mixture,
+            experts.decode,
+            receive=experts.received,
+            dispatch=experts.dispatched,
+            collect=experts.collected,
+            send=experts.summed,
+        )
+    if cls is Glu or cls is Mlp:
+        dense = feed_forward.glu if cls is Glu else feed_forward.mlp
+        return Computation("feed_forward", dense, _of_whole(dense))
+    return None
 
 
 def computation(component: Term) -> Computation:
@@ -247,14 +264,16 @@ def computation(component: Term) -> Computation:
     for cls in type(component).__mro__:
         if "compute" in vars(cls):
             break
-        if cls in _COMPUTATIONS:
-            return _COMPUTATIONS[cls]
-    own = type(component).__name__.lower()
+        if (own := _own_computation(cls)) is not None:
+            return own
+    from jaxpar.model import own_components
+
+    name = type(component).__name__.lower()
     if isinstance(component, Mixer):
         decode, held, specs = own_components.decoding(component)
-        return Computation(own, own_components.mixer, decode, held, specs)
-    feed_forward = own_components.feed_forward
-    return Computation(own, feed_forward, _of_whole(feed_forward))
+        return Computation(name, own_components.mixer, decode, held, specs)
+    compute = own_components.feed_forward
+    return Computation(name, compute, _of_whole(compute))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -301,3 +320,27 @@ def branches_with_weights(
     if unused:
         raise ValueError(f"no component of layer {layer.name} declares {sorted(unused)}")
     return found
+
+
+# ------------------------------- The parallel block: x + attention(norm(x)) + feed_forward(norm(x))
+#
+# Source:   Wang & Komatsuzaki 2021 (GPT-J); Black et al. 2022 (2204.06745), GPT-NeoX, section 2.1.
+
+
+def parallel_layer(x: jax.Array, w: Weights, context: AttentionContext, ex: Execution) -> jax.Array:
+    """Apply a layer whose branches read the same residual stream. As `layer` otherwise."""
+    branches = branches_with_weights(w, context.layer, ex.cfg.model)
+    norms = []
+    for branch, vectors, _ in branches:
+        with jax.named_scope(branch.name):
+            x, h = branch.normalize(x, vectors, ex)
+            x = probes.observe(branch.input_point, x, w, context, ex.cfg, seen=h.whole)
+            norms.append(h)
+    for h, (branch, vectors, matrices) in zip(norms, branches, strict=True):
+        with jax.named_scope(branch.name):
+            h = branch.receive(h, matrices, branch.norm, context, ex)
+            out = branch.function(h, matrices, context, ex)
+            out = branch.normalized(branch.send(out), vectors, ex.cfg.model)
+            out = probes.observe(branch.output_point, out, w, context, ex.cfg)
+            x = branch.add(x, out, vectors, ex.cfg.model)
+    return probes.observe("layer", x, w, context, ex.cfg)

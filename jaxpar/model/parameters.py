@@ -9,9 +9,8 @@ from jaxpar.components.model import Layer
 from jaxpar.components.weight import Weight
 from jaxpar.config import Config, LoraConfig, Model
 from jaxpar.config.layout.expert_placement import spreads_experts
-from jaxpar.model import lora
-from jaxpar.model.mtp import parameters as mtp
-from jaxpar.model.mup.widths import scaled
+from jaxpar.model import lora, mtp
+from jaxpar.model.mup import scaled
 from jaxpar.sharding.params import ParamSpec, split
 
 type Tree = dict[str, Any]
@@ -22,7 +21,7 @@ def param_specs(m: Model, adapters: LoraConfig | None = None, *, spread: bool = 
 
     Weights are initialized from a normal distribution with standard deviation `init_std`. The
     matrices that write to the residual stream use init_std / sqrt(2 L), so that its variance does
-    not grow with depth (GPT-2, section 2.3). µP changes both (`mup/widths.py`).
+    not grow with depth (GPT-2, section 2.3). µP changes both (`mup.py`).
 
     The weights of layers with one name are stacked. The modules of multi-token prediction are
     "mtp".

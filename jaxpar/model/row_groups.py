@@ -75,9 +75,3 @@ def _together(*trees: Any) -> Any:
     for i, a in zip(at, lax.optimization_barrier([leaves[i] for i in at]), strict=True):
         leaves[i] = a
     return jax.tree.unflatten(structure, leaves)
-
-
-def in_groups(tree: Any, groups: int) -> tuple[Any, ...]:
-    """Split arrays of [B, ...] into row groups."""
-    cut = lambda i: jax.tree.map(lambda a: jnp.split(a, groups)[i], tree)  # noqa: E731
-    return tuple(cut(i) for i in range(groups)) if groups > 1 else (tree,)

@@ -23,7 +23,7 @@ from jaxpar.config.layout.layer_split import layers_before_stages, slots_per_chu
 from jaxpar.config.remat_policies import names_on_host, of_layers, saved_names
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import all_on_device, rematerialize
-from jaxpar.model import embedding, lora, norm
+from jaxpar.model import embedding, lora, mtp, norm
 from jaxpar.model.attention_context import (
     AttentionContext,
     Contexts,
@@ -40,19 +40,15 @@ from jaxpar.model.fused_weights import (
     outside_dims,
     outside_layer,
 )
-from jaxpar.model.gpt.parallel_block import parallel_layer
-from jaxpar.model.layer import layer
+from jaxpar.model.layer import layer, parallel_layer
 from jaxpar.model.loss import LossWeights, cross_entropy, num_chunks, softcapped
-from jaxpar.model.mtp import module
-from jaxpar.model.mtp import parameters as mtp
 from jaxpar.model.parameters import Tree
-from jaxpar.model.row_groups import in_groups, layer_of_row_groups
 from jaxpar.model.weights import gather, layer_stream
 from jaxpar.parallel import optional
 from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.fsdp.prefetch import through_layers
 from jaxpar.parallel.pipeline.stages import broadcast_from_last_stage, sum_over_stages
-from jaxpar.parallel.tensor.sequence import gather_sequence, scatter_sequence
+from jaxpar.parallel.tensor.shards import gather_sequence, scatter_sequence
 from jaxpar.sharding.axes import FSDP_AXES, PIPELINE
 from jaxpar.sharding.batch import Batch
 
@@ -136,14 +132,20 @@ def stage(
     chunk = tuple(map(_weights, chunk))
     of_each = _blocks(ex.cfg, range(first, first + len(chunk)), layers_of)
     blocks = iter(of_each)
-    rows = in_groups(x, p.row_groups)
+    rows = _in_groups(x, p.row_groups)
     for of, alike, of_these in runs_of_layers(chunk, context, ex.cfg, first):
         stream = layer_stream(of, ex)
         these = tuple(itertools.islice(blocks, len(alike)))
-        contexts = in_groups(of_these, p.row_groups)
+        contexts = _in_groups(of_these, p.row_groups)
         used = tuple(itertools.islice(in_use, len(alike)))
         rows, passthrough = through_layers(these, stream, alike, rows, passthrough, contexts, used)
     return (rows[0] if len(rows) == 1 else jnp.concatenate(rows)), passthrough
+
+
+def _in_groups(tree: Any, groups: int) -> tuple[Any, ...]:
+    """Split arrays of [B, ...] into row groups."""
+    cut = lambda i: jax.tree.map(lambda a: jnp.split(a, groups)[i], tree)  # noqa: E731
+    return tuple(cut(i) for i in range(groups)) if groups > 1 else (tree,)
 
 
 def _weights(w: Tree) -> Tree:
@@ -200,6 +202,8 @@ def head_with_modules(
     Communication: a broadcast over PIPELINE; that of `loss_of`; for each module that of `embed`, a
               layer and `loss_of`.
     """
+    from jaxpar.model.mtp import module
+
     cfg, m = ex.cfg, ex.cfg.model
     x = broadcast_from_last_stage(before_logits(top, x, m))
     total, loss = loss_of(top, x, batch)
@@ -283,6 +287,8 @@ def _layer(
     w = lora.with_frozen_base(w)
     if len(xs) == 1:
         return (_one_layer(xs[0], w, contexts[0], ex),)
+    from jaxpar.model.row_groups import layer_of_row_groups
+
     return layer_of_row_groups(xs, w, contexts, ex)
 
 

@@ -16,7 +16,7 @@ class Score(NamedTuple):
     bits_per_byte: float | None
     """None if the length of the text is unknown."""
     of_pairs: Mapping[str, float] = {}
-    """In preference tuning: the other means over pairs (`objectives/dpo.py`), by name."""
+    """In preference tuning: the other means over pairs (`objectives/pairs.py`), by name."""
 
     @classmethod
     def of(cls, loss: float, bytes_per_token: float | None) -> "Score":

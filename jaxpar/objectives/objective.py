@@ -15,8 +15,6 @@ from jaxpar.config import Config, ConfigError
 from jaxpar.config.metrics import METRICS, Metric, declare
 from jaxpar.config.values import unknown_code
 from jaxpar.model import transformer
-from jaxpar.objectives import distillation, own_loss, pairs
-from jaxpar.objectives.dpo import MEASURES
 from jaxpar.objectives.head import Head, Sums, Tree, count_labels
 from jaxpar.objectives.losses import Loss
 from jaxpar.parallel.collectives import psum
@@ -75,6 +73,8 @@ def _with_modules(top: Tree, x: jax.Array, mb: Batch, h: Head) -> Sums:
 
 
 def _of_pairs(top: Tree, x: jax.Array, mb: Batch, h: Head) -> Sums:
+    from jaxpar.objectives import pairs
+
     if h.max_segments is None:
         raise ValueError("pairs need max_segments")
     return pairs.head(top, x, mb, cfg=h.cfg, max_pairs=h.max_segments // 2)
@@ -83,15 +83,27 @@ def _of_pairs(top: Tree, x: jax.Array, mb: Batch, h: Head) -> Sums:
 def _from_teacher(top: Tree, x: jax.Array, mb: Batch, h: Head) -> Sums:
     if not h.trains:
         return _next_token(top, x, mb, h)
+    from jaxpar.objectives import distillation
+
     return distillation.head(top, x, mb, cfg=h.cfg)
 
 
 def _count_pairs(batch: Batch, axes: tuple[str, ...]) -> jax.Array:
+    from jaxpar.objectives import pairs
+
     return psum(pairs.count_pairs(batch), axes).astype(jnp.float32)
+
+
+def _report_pairs(mean: jax.Array) -> dict[str, jax.Array]:
+    from jaxpar.objectives.pairs import MEASURES
+
+    return dict(zip(MEASURES, mean, strict=True))
 
 
 def of_loss(loss: Loss) -> Objective:
     """Return the objective that is the mean of a loss of tokens."""
+    from jaxpar.objectives import own_loss
+
     meaning = f"a metric of train.loss, {type(loss).__name__}, averaged like the loss"
     names = own_loss.metric_names(loss)
     if there := sorted(METRICS.keys() & names):
@@ -119,7 +131,7 @@ MULTI_TOKEN = Objective(
 PREFERENCES = Objective(
     _of_pairs,
     count=_count_pairs,
-    report=lambda mean: dict(zip(MEASURES, mean, strict=True)),
+    report=_report_pairs,
     metrics={
         "reward_accuracy": Metric(
             "preferences", "share", "pairs whose chosen response has the higher reward"

@@ -25,7 +25,7 @@ from jaxpar.model.transformer import before_logits
 from jaxpar.model.weights import gather
 from jaxpar.parallel.collectives import psum, varying
 from jaxpar.parallel.pipeline.stages import broadcast_from_last_stage
-from jaxpar.parallel.tensor.sequence import gather_sequence
+from jaxpar.parallel.tensor.shards import gather_sequence
 from jaxpar.sharding.axes import VOCAB_AXES
 from jaxpar.sharding.batch import IGNORED
 

@@ -23,6 +23,7 @@ from jaxpar.config import Config, ConfigError, OptimizerConfig
 from jaxpar.config.layout.moment_blocks import EIGHT_BITS, uses_blocks
 from jaxpar.optimizer.adafactor import cut_of
 from jaxpar.optimizer.blockwise import (
+    DynamicCode,
     blocks_in,
     blocks_of,
     dequantize,
@@ -30,7 +31,6 @@ from jaxpar.optimizer.blockwise import (
     quantize,
     scales_of,
 )
-from jaxpar.optimizer.dynamic_code import DynamicCode
 from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.optimizer.stochastic_rounding import random_bits, round_to_bfloat16
 from jaxpar.parallel.host_offload import Space, in_host_memory

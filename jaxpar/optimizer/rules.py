@@ -17,8 +17,7 @@ from jaxpar.optimizer.adafactor import adafactor
 from jaxpar.optimizer.matrices import Matrices
 from jaxpar.optimizer.muon import muon
 from jaxpar.optimizer.own import UpdateRule
-from jaxpar.optimizer.rate_table import schedule_of
-from jaxpar.optimizer.schedules import learning_rate
+from jaxpar.optimizer.schedules import learning_rate, schedule_of
 from jaxpar.optimizer.widths import of_widths, scale_by_adam
 from jaxpar.sharding.params import decay_mask
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from jaxpar.config.rules.paths import absolute
 from jaxpar.runtime import exit_codes
-from jaxpar.runtime.gpus import nccl_ras, visible
+from jaxpar.runtime.gpus import visible
 from jaxpar.runtime.processes import peers
 
 #: Seconds between checks whether another process has hung.
@@ -168,6 +168,8 @@ class Watchdog:
 
     def _ask_nccl(self) -> None:
         """Write NCCL's report on all ranks, and print its errors and warnings."""
+        from jaxpar.runtime.gpus import nccl_ras
+
         file = self._folder / f"{peers.rank()}.nccl.txt"
         try:
             report = nccl_ras.status(REPORT_SECONDS - 1)

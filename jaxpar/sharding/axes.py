@@ -1,4 +1,4 @@
-"""Mesh axes, logical axes by `components/axes.py`, and shape letters. Read `params.py` next.
+"""Mesh axes, logical axes by `components/weight.py`, and shape letters. Read `params.py` next.
 
 Names in other systems: PIPELINE = PP, REPLICA = DDP or the outer axis of HSDP, DATA = FSDP/ZeRO,
 EXPERT = EP, SEQUENCE = CP (context parallelism), TENSOR = TP with sequence parallelism.
@@ -11,7 +11,7 @@ Shape letters, used as suffixes where arrays of two ranks meet (`q_BTHK`):
 
 from jax.sharding import PartitionSpec
 
-from jaxpar.components.axes import RULES
+from jaxpar.components.weight import RULES
 
 PIPELINE = "pipeline"
 REPLICA = "replica"

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jaxpar.config import Config
-from jaxpar.optimizer.rate_table import rate_table
+from jaxpar.optimizer.schedules import rate_table
 
 
 class FixedInput:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpar.config import Config
 from jaxpar.execution.decisions import Execution, execution_of
 from jaxpar.model import fused_weights
-from jaxpar.objectives import teacher, token_scores
+from jaxpar.objectives import distillation, token_scores
 from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.pipeline.runner import forward_only
 from jaxpar.parallel.staged_model import Sums
@@ -20,8 +20,8 @@ from jaxpar.sharding.axes import BATCH_SPEC
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.params import join
 from jaxpar.step.layer_order import slots_in_use
+from jaxpar.step.links import weights_of_step
 from jaxpar.step.state import state_specs
-from jaxpar.step.step_weights import weights_of_step
 from jaxpar.step.train_step import split_microbatches, staged_model, without_backward
 
 #: (weights outside the layers, residual stream, microbatch) -> arrays [B, T/sequence, ...].
@@ -60,7 +60,7 @@ def make_teacher_step(
     """
 
     def head(top: Any, x: jax.Array, mb: Batch) -> tuple[jax.Array, jax.Array]:
-        return teacher.likeliest(top, x, cfg, top_k, temperature)
+        return distillation.likeliest(top, x, cfg, top_k, temperature)
 
     return jax.jit(_forward_step(cfg, mesh, max_segments, ex, head))
 

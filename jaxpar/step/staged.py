@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.components.experts import experts_in
-from jaxpar.config import Config, replace
+from jaxpar.config import Config, replace, value_of
 from jaxpar.config.layout.layer_split import layers_before_stages
+from jaxpar.config.lists.weight_schedules import CONSTANT, MTP_LOSS, Z_LOSS
 from jaxpar.execution.decisions import Execution
 from jaxpar.model import transformer
 from jaxpar.model.attention_context import (
@@ -20,18 +22,15 @@ from jaxpar.model.attention_context import (
     with_loss_weight,
     with_probes,
 )
-from jaxpar.model.moe.router import loss_weight_of
+from jaxpar.model.loss import LossWeights
 from jaxpar.model.probes import HEAD, Feed, LayerProbe, observe_head
 from jaxpar.model.weights import with_float32_gradients
 from jaxpar.objectives.objective import Head, head_of, objective_of
 from jaxpar.parallel.accumulation import accumulate
-from jaxpar.parallel.pipeline.gpipe import gpipe
 from jaxpar.parallel.pipeline.runner import one_f_one_b
-from jaxpar.parallel.pipeline.zero_bubble import zero_bubble
 from jaxpar.parallel.staged_model import StagedModel, Sums
 from jaxpar.sharding.axes import PIPELINE
 from jaxpar.sharding.batch import Batch
-from jaxpar.step.loss_weights import loss_weights
 
 
 def without_backward(ex: Execution) -> Execution:
@@ -72,6 +71,8 @@ def staged_model(
         context = with_probes(context, probes, feeds) if probes or feeds else context
         if not of_routers or scale is None:
             return context
+        from jaxpar.model.moe.router import loss_weight_of
+
         weight = loss_weight_of(mb.tokens, scale, cfg.parallel.num_microbatches)
         return with_loss_weight(context, weight)
 
@@ -111,6 +112,31 @@ def schedule_of(cfg: Config) -> Callable:
         return accumulate
     p = cfg.parallel
     if p.schedule == "gpipe":
+        from jaxpar.parallel.pipeline.gpipe import gpipe
+
         return functools.partial(gpipe, save=p.pipeline_save)
-    interleaved = zero_bubble if p.schedule == "zero_bubble" else one_f_one_b
-    return functools.partial(interleaved, virtual=p.virtual_stages, save=p.pipeline_save)
+    if p.schedule == "zero_bubble":
+        from jaxpar.parallel.pipeline.zero_bubble import zero_bubble
+
+        return functools.partial(zero_bubble, virtual=p.virtual_stages, save=p.pipeline_save)
+    return functools.partial(one_f_one_b, virtual=p.virtual_stages, save=p.pipeline_save)
+
+
+# -------------------------------------- The weights of the losses beside the cross entropy, by step
+
+
+def loss_weights(cfg: Config, step: jax.Array | None) -> LossWeights:
+    """Return the weights after `step` steps: numbers of the config, or float32 scalars by schedule.
+
+    Args:     step: int32 scalar. None: after no steps.
+    """
+
+    def weight(path: str) -> jax.Array | float:
+        found = value_of(cfg, path)
+        if not found:
+            return value_of(cfg, CONSTANT[path])
+        points = zip(*((point.step, point.weight) for point in found), strict=True)
+        steps, weights = (jnp.array(values, jnp.float32) for values in points)
+        return jnp.interp(jnp.float32(0 if step is None else step), steps, weights)
+
+    return LossWeights(z_loss=weight(Z_LOSS), mtp_loss=weight(MTP_LOSS))

@@ -30,7 +30,7 @@ from jaxpar.sharding.initial_values import init_options, initial_values, leaf_ke
 from jaxpar.sharding.mesh import shardings
 from jaxpar.sharding.params import ParamSpec, abstract, join, map_specs, partition_specs, split
 from jaxpar.step.conversions import convert_dtype
-from jaxpar.step.diloco import overlap, trainers
+from jaxpar.step.diloco import trainers
 from jaxpar.step.features import features_of
 from jaxpar.step.layer_order import layer_order, order_of, stack_of, with_slots
 from jaxpar.step.unequal_stages import logical_sharding, to_layers, to_slots
@@ -107,8 +107,8 @@ def _abstract(cfg: Config, specs: Any) -> TrainState:
     step = jax.ShapeDtypeStruct((), jnp.int32)
     state = TrainState(step, params, opt_state, abstract(extra_specs(cfg, specs)))
     state = trainers.abstract_replicas(state, trainers.num_trainers(cfg))
-    exchange = jax.eval_shape(functools.partial(overlap.nothing_exchanged, cfg=cfg), params)
-    return overlap.with_exchange(state, exchange)
+    exchange = jax.eval_shape(functools.partial(trainers.nothing_exchanged, cfg=cfg), params)
+    return trainers.with_exchange(state, exchange)
 
 
 def extra_specs(cfg: Config, specs: Any = None) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def state_specs(cfg: Config) -> TrainState:
     params = partition_specs(specs_of(cfg))
     state = TrainState(PartitionSpec(), params, opt_state, partition_specs(extra_specs(cfg)))
     state = trainers.replica_specs(state, trainers.num_trainers(cfg))
-    return overlap.with_exchange(state, overlap.exchange_specs(state, cfg))
+    return trainers.with_exchange(state, trainers.exchange_specs(state, cfg))
 
 
 def state_shardings(cfg: Config, mesh: Mesh) -> TrainState:
@@ -220,9 +220,11 @@ def state_of(params: Any, cfg: Config, mesh: Mesh) -> TrainState:
         lambda: own(loss_scale.initial_guard(cfg)), out_shardings=to.extra["guard"]
     )()
     state = TrainState(step, params, opt_state(params), kept)
-    of_trainers = trainers.start(params, replicas, overlap.without_exchange(to).extra.get("diloco"))
+    of_trainers = trainers.start(
+        params, replicas, trainers.without_exchange(to).extra.get("diloco")
+    )
     state = state.with_extra(diloco=of_trainers)
-    return overlap.with_exchange(state, fresh_exchange(params, cfg, mesh))
+    return trainers.with_exchange(state, fresh_exchange(params, cfg, mesh))
 
 
 def fresh_exchange(params: Any, cfg: Config, mesh: Mesh) -> dict[str, Any]:
@@ -231,8 +233,8 @@ def fresh_exchange(params: Any, cfg: Config, mesh: Mesh) -> dict[str, Any]:
         return {}
     to = state_shardings(cfg, mesh).extra["diloco"]
     zeros = jax.jit(
-        functools.partial(overlap.nothing_exchanged, cfg=cfg),
-        out_shardings={name: to[name] for name in overlap.EXCHANGE},
+        functools.partial(trainers.nothing_exchanged, cfg=cfg),
+        out_shardings={name: to[name] for name in trainers.EXCHANGE},
     )
     return zeros(params)
 

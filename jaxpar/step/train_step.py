@@ -31,7 +31,6 @@ from jaxpar.step.diloco.trainers import trainer_axes
 from jaxpar.step.feature import Feature, TrainStep
 from jaxpar.step.features import declare_own_metrics, features_of
 from jaxpar.step.fixed_input import with_rates
-from jaxpar.step.global_updates import with_post_updates
 from jaxpar.step.links import Weights
 from jaxpar.step.metrics import Metrics
 from jaxpar.step.staged import schedule_of, split_microbatches, staged_model, without_backward
@@ -72,6 +71,8 @@ def make_train_step(
         out_specs=(specs, everywhere, BATCH_SPEC),
     )
     if cfg.train.post_updates:
+        from jaxpar.step.global_updates import with_post_updates
+
         on_mesh = with_post_updates(on_mesh, ex, mesh, of_final_weights(features_of(cfg)))
     placed = NamedSharding(mesh, everywhere)
     to = state_shardings(cfg, mesh), placed

@@ -20,7 +20,6 @@ from jaxpar.checkpoint.saved import damage
 from jaxpar.config import Config, ConfigError, flag, value_of
 from jaxpar.config.json_reader import UnreadableJson, read_json_object
 from jaxpar.config.layout.teacher import FIELD as TEACHER
-from jaxpar.runtime import hub
 from jaxpar.runtime.processes import peers
 
 if TYPE_CHECKING:
@@ -259,6 +258,8 @@ def _newest(field: str, named: str) -> Chosen:
     if field == TEACHER:
         rule, fix = "is not a run with a checkpoint", "use the folder of a run"
         raise ConfigError(field, named, rule, fix)
+    from jaxpar.runtime import hub
+
     if hub.is_name(named):
         from jaxpar.stores.reading import find_model
 

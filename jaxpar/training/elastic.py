@@ -22,7 +22,6 @@ from jaxpar.config.lists.step_sizes import BATCHES, schedule_of
 from jaxpar.config.resolve import fill_data_axis
 from jaxpar.config.serialize import field_from_values
 from jaxpar.config.values import to_values
-from jaxpar.planning.layouts import describe, divisors, with_parallel
 from jaxpar.planning.predict.hardware import GIB, H200, NETWORKS, Gpu, HardwareFigure, gpu_of_kind
 from jaxpar.runtime.host_memory import host_memory
 from jaxpar.runtime.processes import peers
@@ -52,6 +51,8 @@ def choose_layout(cfg: Config, seconds: float) -> Config:
     """
     if not cfg.parallel.auto:
         return cfg
+    from jaxpar.planning.layouts import with_parallel
+
     jax.devices()  # JAX starts in all processes together, or not at all
 
     chosen = json.loads(peers.of_first("layout", lambda: json.dumps(_best(cfg)), seconds))
@@ -82,6 +83,8 @@ def _reason(
     first: "Layout", fitting: "list[Layout]", here: "Cluster", fixed: dict[str, Any]
 ) -> str:
     """Describe the choice: the devices, how many layouts fit, the lead over the next mesh."""
+    from jaxpar.planning.layouts import describe
+
     p = first.cfg.parallel
     words = describe(first.cfg).replace("one GPU", "one device")
     text = (
@@ -132,6 +135,8 @@ def same_rows(cfg: Config, saved: Saved | None, num_devices: int) -> Config:
         return cfg  # `checkpoint.check_resumable` refuses another global batch
     if cfg.train.micro_batch_size or cfg.parallel.num_microbatches != asked_before(saved):
         return cfg
+    from jaxpar.planning.layouts import divisors, with_parallel
+
     then, now = saved.config["parallel"], vars(fill_data_axis(cfg, num_devices).parallel)
     shared = math.gcd(*(size for _, size in schedule_of(cfg, BATCHES)))
     for path, divided in (("train.global_batch_size", batch), (BATCHES, shared)):

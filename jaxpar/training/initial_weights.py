@@ -15,28 +15,24 @@ from jax.sharding import Mesh
 
 from jaxpar import checkpoint
 from jaxpar.checkpoint import Saved
-from jaxpar.checkpoint.by_place import LayerPlaces, check_shapes, params_by_place
-from jaxpar.checkpoint.loading import check_model
 from jaxpar.checkpoint.saved import CARRIED
 from jaxpar.config import Config, ConfigError, LoraConfig, flag, replace, value_of
 from jaxpar.config.layers import with_classes_of
 from jaxpar.config.lists.init_changes import may_change
 from jaxpar.config.values import to_values
 from jaxpar.model.parameters import specs_of
-from jaxpar.runtime import hub
 from jaxpar.runtime.processes import peers
 from jaxpar.sharding.fingerprint import fingerprints
 from jaxpar.sharding.params import flat
-from jaxpar.step import adapters
-from jaxpar.step.adapters import base_config
 from jaxpar.step.state import TrainState, init_state, state_of, to_logical, to_running
 from jaxpar.training import chosen as weights
 from jaxpar.training.chosen import INITIAL, Chosen, folder_of, hash_of
 
 if TYPE_CHECKING:
+    from jaxpar.checkpoint.by_place import LayerPlaces
     from jaxpar.convert.hf.importing import PublishedModel
 
-# Only a run with `run.init_from` imports what reads published weights.
+# Only a run with `run.init_from` imports what reads other runs and published weights.
 
 
 @dataclass(frozen=True)
@@ -73,6 +69,8 @@ def find(cfg: Config, chosen: Chosen | None) -> Origin | None:
         return None
     named = chosen.run
     if chosen.step is not None:
+        from jaxpar.checkpoint.loading import check_model
+
         folder = folder_of(INITIAL, chosen)
         there = checkpoint.load_config(folder, chosen.step)
         model = with_classes_of(there.model, cfg.model)  # reading a run imports no code
@@ -81,8 +79,11 @@ def find(cfg: Config, chosen: Chosen | None) -> Origin | None:
         saved = checkpoint.read_saved(folder, chosen.step)
         check_model(replace(cfg, lora=there.lora), saved, folder, "set it back")
         return Origin(folder, chosen.step, None, there.lora, changes, named=named)
+    from jaxpar.checkpoint.by_place import LayerPlaces, check_shapes
     from jaxpar.convert.hf.config_file import CONFIG_FILE
     from jaxpar.convert.hf.importing import changes_of, open_source
+    from jaxpar.runtime import hub
+    from jaxpar.step.adapters import base_config
     from jaxpar.stores.reading import run_at
 
     place = run_at(INITIAL, named)
@@ -112,18 +113,22 @@ def state(cfg: Config, mesh: Mesh, origin: Origin | None, log: Callable[[str], N
     """
     if origin is None:
         return init_state(cfg, mesh)
+    from jaxpar.step import adapters
+
     if origin.changes:
         log(f"the model of the initial weights is changed: {origin.changes}")
     if origin.source is not None:
         from jaxpar.convert.hf.importing import load_params
 
-        there = base_config(cfg)
+        there = adapters.base_config(cfg)
         if origin.moved:
             there = dataclasses.replace(there, model=origin.source.config.model)
         params = load_params(origin.source, there, mesh, log)
         if origin.moved:
+            from jaxpar.checkpoint.by_place import params_by_place
+
             logical = to_logical(TrainState((), params, ()), there).params
-            logical = params_by_place(base_config(cfg), mesh, there, logical)
+            logical = params_by_place(adapters.base_config(cfg), mesh, there, logical)
             params = to_running(TrainState((), logical, ()), cfg).params
     else:
         there = replace(cfg, lora=origin.lora)
@@ -152,12 +157,14 @@ def keep_files(origin: Origin, run_dir: Path) -> None:
         copy_carried(origin.folder / CARRIED, run_dir / CARRIED)
 
 
-def _changes(cfg: Config, there: Config) -> tuple[str, LayerPlaces]:
+def _changes(cfg: Config, there: Config) -> "tuple[str, LayerPlaces]":
     """Describe the fields of `run.init_changes` that differ from those of the weights.
 
     Returns:  (the fields in words, the places of the layers).
     Raises:   ConfigError that names every other field that differs, and the flags that fix it.
     """
+    from jaxpar.checkpoint.by_place import LayerPlaces
+
     places = LayerPlaces.of(cfg, to_values(there))
     differing = [p for p in checkpoint.MODEL_FIELDS if value_of(cfg, p) != value_of(there, p)]
     if not differing:

@@ -200,7 +200,7 @@ def callbacks_of(
     if ready.memory is not None:
         copies = MemoryCopies(run, ready.memory, judge, metrics, phases, own)
     checkpoints = Checkpoints(run, ready, stop, judge, metrics, phases, records, where, own)
-    replicas = [Replicas(ready.replicas, metrics)] if run.cfg.guard.replica_check_every else []
+    replicas = [] if ready.replicas is None else [Replicas(ready.replicas, metrics)]
     return [
         Folder(records),
         metrics,

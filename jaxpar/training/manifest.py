@@ -17,7 +17,7 @@ from jaxpar.config.serialize import to_json as text_of
 from jaxpar.config.values import class_name
 from jaxpar.data.skips import SKIPPED_FILE
 from jaxpar.model.flops import num_adapter_params, num_params
-from jaxpar.model.mup.widths import in_words as in_words_of_mup
+from jaxpar.model.mup import in_words as in_words_of_mup
 from jaxpar.monitoring.routing import file_of
 from jaxpar.optimizer.schedules import shortened
 from jaxpar.planning.startup import alignment_hints
@@ -27,7 +27,6 @@ from jaxpar.runtime.files.lock import RunLock, RunLocked
 from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.terminal import warn
 from jaxpar.sharding.mesh import describe
-from jaxpar.step.diloco.sent import in_words as in_words_of_diloco
 from jaxpar.training import initial_weights
 from jaxpar.training.chosen import to_json as chosen_to_json
 from jaxpar.training.run import Run
@@ -117,7 +116,11 @@ def write(
         "environment": environment,
         "asked": dict(run.asked),
     }
-    replicas = ""
+    replicas = diloco = ""
+    if run.cfg.diloco.every:
+        from jaxpar.step.diloco.sent import in_words as in_words_of_diloco
+
+        diloco = in_words_of_diloco(run.cfg)
     if run.cfg.parallel.replica > 1 and not run.cfg.diloco.every:
         from jaxpar.planning.predict.communication import in_words_of_sums, sent_over_replicas
 
@@ -142,7 +145,7 @@ def write(
         ("layers", in_words_of_layers(cfg.model.layers)),
         ("trained", adapters if size else ""),
         ("mup", in_words_of_mup(cfg.model)),
-        ("diloco", in_words_of_diloco(cfg) if cfg.diloco.every else ""),
+        ("diloco", diloco),
         ("replicas", replicas),
         ("devices", f"{manifest['device']}, mesh {manifest['mesh']}"),
         ("attention", run.attention),

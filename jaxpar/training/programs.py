@@ -35,12 +35,8 @@ from jaxpar.runtime.stages import stage
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.fingerprint import compile_fingerprints
 from jaxpar.step.compiled import FirstRunAlone, check_host_memory, memory_of
-from jaxpar.step.diloco.outer import OuterSteps
-from jaxpar.step.diloco.overlap import programs_of_steps, same_program
-from jaxpar.step.diloco.schedule import under_way
 from jaxpar.step.identity import identity
 from jaxpar.step.metrics import Metrics
-from jaxpar.step.replica_check import ReplicaCheck
 from jaxpar.step.state import (
     TrainState,
     abstract_snapshot,
@@ -56,6 +52,8 @@ from jaxpar.training.step_guard import require_recorded
 
 if TYPE_CHECKING:
     from jaxpar.memory_checkpoint.writing import MemoryCheckpointer
+    from jaxpar.step.diloco.outer import OuterSteps
+    from jaxpar.step.replica_check import ReplicaCheck
 
 #: The shape of a batch, the fragment whose outer gradient a step exchanges, and whether it measures
 #: layers.
@@ -68,7 +66,7 @@ class StepPrograms:
     def __init__(self, run: Run, alone: Callable[[], AbstractContextManager[None]] = nullcontext):
         """Args:     alone: as in `FirstRunAlone`."""
         self._run, self._alone = run, alone
-        self.outer_steps = OuterSteps(run.cfg, run.mesh)
+        self.outer_steps = _outer_steps(run)
         self._programs: dict[Key, FirstRunAlone] = {}
         self._latest: Key = (0, 0), None, True
 
@@ -90,7 +88,7 @@ class StepPrograms:
         """
         shape = batch.tokens.shape
         cfg = self._run.config_of(*shape)
-        for fragment, layers in itertools.product(programs_of_steps(cfg), _variants(cfg)):
+        for fragment, layers in itertools.product(_fragments(cfg), _variants(cfg)):
             program = compiled(self._run, state, batch, meanwhile, fragment, layers)
             program.alone, meanwhile = self._alone, lambda: None
             self._programs[shape, fragment, layers] = program
@@ -112,11 +110,39 @@ class StepPrograms:
         Args:     done: steps taken before.
         """
         cfg = self._run.config_of(*batch.tokens.shape)
-        fragment = under_way(done, cfg)
-        same = None if fragment is None else same_program(cfg, fragment)
-        self._latest = batch.tokens.shape, same, _measures_layers(cfg, done)
+        self._latest = batch.tokens.shape, _exchanged(done, cfg), _measures_layers(cfg, done)
         state, metrics = self._programs[self._latest](state, self._run.taught(batch))
-        return self.outer_steps(done + 1, state), metrics
+        if self.outer_steps is not None:
+            state = self.outer_steps(done + 1, state)
+        return state, metrics
+
+
+def _outer_steps(run: Run) -> "OuterSteps | None":
+    """Return the programs of DiLoCo's outer steps, which only such a run imports."""
+    if not run.cfg.diloco.every:
+        return None
+    from jaxpar.step.diloco.outer import OuterSteps
+
+    return OuterSteps(run.cfg, run.mesh)
+
+
+def _fragments(cfg: Config) -> list[int | None]:
+    """Return the fragments of which steps exchange the outer gradient; None: one without."""
+    if not cfg.diloco.overlap:
+        return [None]
+    from jaxpar.step.diloco.overlap import programs_of_steps
+
+    return programs_of_steps(cfg)
+
+
+def _exchanged(done: int, cfg: Config) -> int | None:
+    """Return the fragment of the program that takes the step after `done` steps."""
+    if not cfg.diloco.overlap:
+        return None
+    from jaxpar.step.diloco.overlap import same_program, under_way
+
+    fragment = under_way(done, cfg)
+    return None if fragment is None else same_program(cfg, fragment)
 
 
 def _variants(cfg: Config) -> tuple[bool, ...]:
@@ -191,13 +217,22 @@ def compiled(
     return FirstRunAlone(program)
 
 
+def _replica_check(run: Run) -> "ReplicaCheck | None":
+    if not run.cfg.guard.replica_check_every:
+        return None
+    from jaxpar.step.replica_check import ReplicaCheck
+
+    return ReplicaCheck(run.cfg, run.mesh)
+
+
 @dataclass(frozen=True)
 class Prepared:
     """The programs that the loop runs, and memory that its saves will need."""
 
     train_step: StepPrograms
     evaluation: Evaluation
-    replicas: ReplicaCheck
+    replicas: "ReplicaCheck | None"
+    """None for a run that does not compare its replicas."""
     host: checkpoint.HostCopy
     memory: "MemoryCheckpointer | None"
     schedule: Callable[[int], float]
@@ -223,14 +258,15 @@ def programs_of(run: Run, start: Start, record: Callable[..., None]) -> Iterator
     saved = abstract_snapshot(start.state, run.cfg, run.mesh).saved
     with checkpoint.HostCopy(saved) as host, _memory(run, start, record) as memory:
         evaluation = Evaluation(cfg, run.mesh, run.held_out, run.max_segments, host.paused)
-        train_step, replicas = StepPrograms(run, host.paused), ReplicaCheck(cfg, run.mesh)
+        train_step, replicas = StepPrograms(run, host.paused), _replica_check(run)
 
         def others() -> tuple[jax.stages.Lowered | None, Callable[[int], float], Forecast | None]:
             compile_fingerprints(saved)
             compile_snapshot(like)
             compile_averaged(like)
-            train_step.outer_steps.compile(like)
-            if cfg.guard.replica_check_every:
+            if train_step.outer_steps is not None:
+                train_step.outer_steps.compile(like)
+            if replicas is not None:
                 replicas.compile(like)
             import_packages(cfg)
             schedule = on_host(learning_rate(cfg.optimizer, cfg.train.num_steps))

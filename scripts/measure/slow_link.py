@@ -56,14 +56,9 @@ from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.compiled import FirstRunAlone
 from jaxpar.step.diloco import trainers
 from jaxpar.step.diloco.outer import OuterSteps
-from jaxpar.step.diloco.overlap import (
-    programs_of_steps,
-    same_program,
-    with_exchange,
-    without_exchange,
-)
-from jaxpar.step.diloco.schedule import under_way
+from jaxpar.step.diloco.overlap import programs_of_steps, same_program, under_way
 from jaxpar.step.diloco.sent import fragment_bytes
+from jaxpar.step.diloco.trainers import with_exchange, without_exchange
 from jaxpar.step.state import TrainState, abstract_logical, fresh_exchange, init_state
 from jaxpar.step.train_step import make_eval_step, make_train_step
 from jaxpar.tools.bench import conditions

@@ -65,7 +65,7 @@ def child(where: str, rank: int, rows: int, repeats: int) -> None:
     from jax.sharding import NamedSharding, PartitionSpec
 
     from jaxpar.config import Config, replace
-    from jaxpar.parallel.replicas.pieces import sum_bfloat16, sum_int8
+    from jaxpar.parallel.replicas.reduction import sum_bfloat16, sum_int8
     from jaxpar.parallel.replicas.top_k import sum_top_k
     from jaxpar.runtime import start as runtime
     from jaxpar.runtime.processes import rendezvous

@@ -14,7 +14,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from jaxpar.monitoring import hlo as hlo
+from jaxpar.monitoring import hlo
 from jaxpar.tools.profiling.attribution import attribute
 from jaxpar.tools.profiling.loading import load
 from jaxpar.tools.profiling.trace import xspace

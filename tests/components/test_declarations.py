@@ -12,10 +12,9 @@ import pytest
 import jaxpar.config
 import jaxpar.extend
 from jaxpar import components
-from jaxpar.components.axes import RULES
 from jaxpar.components.component import Component
 from jaxpar.components.experts import Experts
-from jaxpar.components.weight import either_way, fused, spread
+from jaxpar.components.weight import RULES, either_way, fused, spread
 from jaxpar.config.config_file import load_config
 from jaxpar.config.layers import OURS
 from jaxpar.model.fused_weights import dims_of, matrices_of

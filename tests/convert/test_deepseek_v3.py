@@ -15,7 +15,7 @@ from jaxpar.execution.decisions import execution_of
 from jaxpar.model.layer import branches
 from jaxpar.model.moe import router
 from jaxpar.model.moe.experts import Received
-from jaxpar.model.plain.components import plain
+from jaxpar.model.plain.decoder import plain
 from tests.convert import tiny
 from tests.tiny import ATTENTION
 

@@ -9,7 +9,7 @@ import pytest
 from jaxpar.config import Attention, ConfigError
 from jaxpar.convert.hf.keys.ropes import read_rope, write_rope
 from jaxpar.model import rope
-from jaxpar.model.plain import rope as plain_rope
+from jaxpar.model.plain import attention as plain_rope
 from tests.convert import tiny
 
 GOLDEN = dict(np.load(Path(__file__).parent / "goldens/rope.npz"))

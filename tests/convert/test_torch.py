@@ -21,7 +21,7 @@ from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.hf.config import family_of, model_of
 from jaxpar.convert.safetensors_file import read_header
 from jaxpar.model.flops import num_params
-from jaxpar.model.mup.widths import standard
+from jaxpar.model.mup import standard
 from jaxpar.model.parameters import param_specs
 from jaxpar.model.plain import decoder
 from jaxpar.sharding.params import flat

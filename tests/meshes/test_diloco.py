@@ -27,8 +27,14 @@ from jaxpar.sharding.batch import IGNORED
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import flat
 from jaxpar.step.diloco.outer import OuterSteps, make_outer_step
-from jaxpar.step.diloco.overlap import programs_of_steps, same_program
-from jaxpar.step.diloco.schedule import applied, begun, due, under_way
+from jaxpar.step.diloco.overlap import (
+    applied,
+    begun,
+    due,
+    programs_of_steps,
+    same_program,
+    under_way,
+)
 from jaxpar.step.diloco.sent import fragment_bytes, gradient_bytes, in_words
 from jaxpar.step.state import TrainState, init_state
 from jaxpar.step.train_step import make_train_step

@@ -25,8 +25,8 @@ from jaxpar.model import fused_weights, parameters
 from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.fsdp import gather as fsdp
 from jaxpar.sharding.axes import FSDP_AXES
+from jaxpar.step.links import weights_of_step
 from jaxpar.step.state import abstract_state, init_state
-from jaxpar.step.step_weights import weights_of_step
 from jaxpar.step.train_step import (
     make_eval_step,
     make_gradient_step,

@@ -16,7 +16,7 @@ from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.lists.weight_schedules import MTP_LOSS, Z_LOSS, weight_at, with_weights_of
 from jaxpar.config.validate import check, resolve
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
-from jaxpar.step.loss_weights import loss_weights
+from jaxpar.step.staged import loss_weights
 from jaxpar.step.state import init_state
 from jaxpar.step.train_step import make_train_step
 from tests import weights

@@ -10,7 +10,7 @@ import pytest
 from jaxpar.certification import traces
 from jaxpar.config import Attention, Layer, Model, MupConfig, replace
 from jaxpar.config.validate import resolve
-from jaxpar.model.mup.widths import in_words, mup_score_factor, standard
+from jaxpar.model.mup import in_words, mup_score_factor, standard
 from jaxpar.model.parameters import param_specs
 from jaxpar.model.plain import decoder
 from jaxpar.sharding.mesh import make_mesh

@@ -15,7 +15,7 @@ from jaxpar.kernels.recurrence.triton import api as triton
 from jaxpar.model.plain import recurrent as reference
 from jaxpar.model.recurrent.convolution import causal_convolution
 from jaxpar.model.recurrent.delta_rule import delta_rule, delta_step
-from jaxpar.model.recurrent.state_space import state_space
+from jaxpar.model.recurrent.mamba import state_space
 from jaxpar.parallel.collectives import varying
 from jaxpar.sharding.axes import SEQUENCE
 from jaxpar.sharding.mesh import make_mesh

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxpar.objectives.dpo import MEASURES, dpo_loss, measures, rewards
+from jaxpar.objectives.pairs import MEASURES, dpo_loss, measures, rewards
 
 
 def test_loss():

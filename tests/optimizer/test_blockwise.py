@@ -11,14 +11,20 @@ import numpy as np
 import pytest
 
 from jaxpar.certification import distances, traces
-from jaxpar.components.axes import RULES
+from jaxpar.components.weight import RULES
 from jaxpar.config import Config, ConfigError, Glu, replace
 from jaxpar.config.config_file import load_config
 from jaxpar.config.layout.moment_blocks import split_sizes
 from jaxpar.config.validate import resolve
 from jaxpar.model.parameters import specs_of
-from jaxpar.optimizer.blockwise import Blocks, blocks_of, dequantize, is_quantized, quantize
-from jaxpar.optimizer.dynamic_code import DynamicCode
+from jaxpar.optimizer.blockwise import (
+    Blocks,
+    DynamicCode,
+    blocks_of,
+    dequantize,
+    is_quantized,
+    quantize,
+)
 from jaxpar.optimizer.schedules import learning_rate
 from jaxpar.sharding.axes import FSDP_AXES, TENSOR
 from jaxpar.sharding.mesh import make_mesh

@@ -7,8 +7,7 @@ import pytest
 from jaxpar.certification import traces
 from jaxpar.config import replace
 from jaxpar.config.validate import resolve
-from jaxpar.optimizer.rate_table import MIN_LENGTH, rate_table, schedule_of
-from jaxpar.optimizer.schedules import learning_rate
+from jaxpar.optimizer.schedules import MIN_LENGTH, learning_rate, rate_table, schedule_of
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import abstract_state, init_state, state_shardings
 from jaxpar.step.train_step import make_train_step

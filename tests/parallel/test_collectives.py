@@ -20,7 +20,7 @@ from jaxpar.config.validate import resolve
 from jaxpar.parallel import collectives, gradients
 from jaxpar.parallel.fsdp import gather as fsdp
 from jaxpar.parallel.pipeline import stages
-from jaxpar.parallel.tensor import permutes, sequence
+from jaxpar.parallel.tensor import permutes, shards
 from jaxpar.sharding.axes import AXES, BATCH_SPEC, DATA, FSDP_AXES, PIPELINE, SEQUENCE, TENSOR
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import make_mesh, shardings
@@ -140,8 +140,8 @@ CASES = {
         scattered(2),
         gathered(2),
     ),
-    "gather_sequence": (TENSOR, sequence.gather_sequence, gathered(1), scattered(1)),
-    "scatter_sequence": (TENSOR, sequence.scatter_sequence, scattered(1), gathered(1)),
+    "gather_sequence": (TENSOR, shards.gather_sequence, gathered(1), scattered(1)),
+    "scatter_sequence": (TENSOR, shards.scatter_sequence, scattered(1), gathered(1)),
     "broadcast_from_last_stage": (PIPELINE, stages.broadcast_from_last_stage, from_last, to_last),
     "sum_over_stages": (PIPELINE, stages.sum_over_stages, summed, summed),
 }

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from jaxpar.components.axes import RULES
+from jaxpar.components.weight import RULES
 from jaxpar.config import ParallelConfig
 from jaxpar.parallel.matrices import layout_of, map_matrices
 from jaxpar.sharding.mesh import make_mesh

@@ -22,7 +22,6 @@ from jaxpar.parallel.gradient_buffers import (
     only_gradients,
     reattach_buffers,
 )
-from jaxpar.parallel.pipeline import stash
 from jaxpar.sharding.axes import AXES
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import make_mesh
@@ -212,7 +211,7 @@ def test_what_the_ring_begins_with_is_never_read(
         filled.append(shape)
         return jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.floating) else 7, dtype)
 
-    monkeypatch.setattr(stash.lax, "empty", full_of_nan)
+    monkeypatch.setattr(slots.lax, "empty", full_of_nan)
     measured, found = train_step.make_gradient_step(cfg, mesh)(params, batch)
     assert {shape[0] for shape in filled} == slots
     assert np.isfinite(measured["loss"])

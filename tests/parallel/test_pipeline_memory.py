@@ -11,7 +11,7 @@ from jaxpar.certification import distances, traces
 from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
 from jaxpar.model import transformer
-from jaxpar.parallel.pipeline import stash
+from jaxpar.parallel.pipeline import slots
 from jaxpar.planning.predict.memory import memory_of
 from jaxpar.sharding.axes import BATCH_SPEC, PIPELINE
 from jaxpar.sharding.batch import Batch
@@ -128,7 +128,7 @@ def test_what_lies_in_the_ring_before_its_first_value_is_never_used(fields, devi
     def nothing(shape, dtype):
         return jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.floating) else 12345, dtype)
 
-    monkeypatch.setattr(stash.lax, "empty", nothing)
+    monkeypatch.setattr(slots.lax, "empty", nothing)
     wanted = gradients(cfg, mesh)
     assert found.loss == wanted.loss
     assert not distances.differing_arrays(found.gradients, wanted.gradients)

@@ -19,10 +19,15 @@ from jaxpar.certification.meshes import parse_meshes
 from jaxpar.config import ParallelConfig
 from jaxpar.monitoring.hlo import collective_bytes
 from jaxpar.parallel.collectives import varying
-from jaxpar.parallel.replicas import pieces, top_k
-from jaxpar.parallel.replicas.feedback import error_spec, feedback_specs, replica_dim
-from jaxpar.parallel.replicas.reduction import reduce_compressed
-from jaxpar.parallel.replicas.sent_bytes import sent_bytes
+from jaxpar.parallel.replicas import top_k
+from jaxpar.parallel.replicas.reduction import (
+    BLOCK,
+    error_spec,
+    feedback_specs,
+    reduce_compressed,
+    replica_dim,
+    sent_bytes,
+)
 from jaxpar.sharding.axes import REPLICA
 from jaxpar.sharding.initial_values import initialize
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
@@ -142,7 +147,7 @@ def test_sums_and_errors_are_those_of_whole_arrays(mesh, method, devices, small_
             if name in MATRICES:
                 x = grad + left[name]
                 if method == "int8":
-                    wanted, left[name] = plain.int8(x, boxes_of(spec, p), pieces.BLOCK)
+                    wanted, left[name] = plain.int8(x, boxes_of(spec, p), BLOCK)
                 else:
                     boxes = boxes_of(spec, p)
                     how = p.replica_top_k, GROUP, top_k.COLUMNS

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from jaxpar.components.axes import RULES
+from jaxpar.components.weight import RULES
 from jaxpar.config import ParallelConfig
 from jaxpar.sharding import axes
 from jaxpar.sharding import mesh as mesh_module

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from jaxpar.components.axes import RULES
 from jaxpar.components.dims import dims_of
 from jaxpar.components.model import Model
+from jaxpar.components.weight import RULES
 from jaxpar.config.layout.expert_placement import spreads_experts
 from jaxpar.config.schema import OptimizerConfig, ParallelConfig
 

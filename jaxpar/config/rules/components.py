@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any, cast
 
-from jaxpar.components.axes import RULES
 from jaxpar.components.component import Term
 from jaxpar.components.dims import Dim, DimRule, dims_of, numbers
 from jaxpar.components.experts import Experts
 from jaxpar.components.model import Model, repetition
 from jaxpar.components.recurrent import GatedDeltaNet, Recurrent
+from jaxpar.components.weight import RULES
 from jaxpar.config import Config, ConfigError, ParallelConfig, default_of, flag, require
 from jaxpar.config.fields import refused
 from jaxpar.config.layers import addressed

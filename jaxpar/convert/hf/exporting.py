@@ -39,7 +39,7 @@ from jaxpar.convert.peft.merging import MergedArrays, check_merge
 from jaxpar.convert.run_arrays import RunArrays, open_run
 from jaxpar.convert.safetensors_file import DTYPES, NAMES, Stored
 from jaxpar.model.flops import num_params
-from jaxpar.model.mup.widths import standard
+from jaxpar.model.mup import standard
 from jaxpar.runtime.files.atomic import new_folder
 from jaxpar.runtime.files.outputs import refuse_used, require_space
 from jaxpar.runtime.progress import Meter, meter

@@ -27,9 +27,6 @@ from jaxpar.model.linear import add_bias
 from jaxpar.parallel.collectives import psum
 from jaxpar.sharding.axes import SEQUENCE, TENSOR, TOKEN_AXES
 
-#: The losses of a router, as named in metrics: the last dim of `losses` at the point "routing".
-LOSSES = ("balance_loss", "router_z_loss")
-
 
 @flax.struct.dataclass
 class Routing:

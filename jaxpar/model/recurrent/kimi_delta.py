@@ -38,8 +38,7 @@ from jaxpar.model.held import (
 )
 from jaxpar.model.linear import products, row_parallel
 from jaxpar.model.recurrent.convolution import causal_convolution
-from jaxpar.model.recurrent.delta_rule import delta_rule_by_channel, delta_step
-from jaxpar.model.recurrent.heads import delta_heads
+from jaxpar.model.recurrent.delta_rule import delta_heads, delta_rule_by_channel, delta_step
 from jaxpar.parallel.tensor.shards import Shards
 from jaxpar.sharding.axes import TENSOR
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.parallel.pipeline import slots, stash
+from jaxpar.parallel.pipeline import slots
 from jaxpar.parallel.pipeline.schedules import GPipe
 from jaxpar.parallel.staged_model import StagedModel, Sums, float32_zeros, take
 from jaxpar.sharding.params import join
@@ -35,7 +35,7 @@ def gpipe(
     step = slots.step_of(GPipe, model, weights, microbatches, virtual=1, scale=scale, save=save)
     schedule, blank = step.schedule, step.blank()
     turn, end = (stop for *_, stop in schedule.phases())
-    outputs = stash.empty(jax.typeof(blank), schedule.num_actions)
+    outputs = slots.empty(jax.typeof(blank), schedule.num_actions)
     carry = dict(x=blank, stash=slots.empty_stash(step, blank), outputs=outputs)
     done, _ = lax.scan(partial(_forward_tick, step), carry, jnp.arange(turn))
 

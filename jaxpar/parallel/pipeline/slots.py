@@ -7,6 +7,7 @@ At each tick, a stage has a forward slot, a backward slot or both, as the schedu
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -15,7 +16,6 @@ from jax import lax
 
 from jaxpar.parallel import vjp_segments
 from jaxpar.parallel.collectives import shift, varying
-from jaxpar.parallel.pipeline import stash
 from jaxpar.parallel.pipeline.chunks import Chunks, chunks_of
 from jaxpar.parallel.pipeline.schedules import PipelineSchedule
 from jaxpar.parallel.staged_model import (
@@ -28,6 +28,61 @@ from jaxpar.parallel.staged_model import (
     zeros_like_type,
 )
 from jaxpar.sharding.axes import PIPELINE
+
+# ------- The activation stash: values saved by forwards for the backwards of microbatches in flight
+#
+# Each array has a ring of slots. With `residuals`, the arrays are the residuals of each segment's
+# pullback. With `inputs`, the stash holds the chunk's input, and the backward recomputes the chunk.
+# The i-th forward writes slot i mod `PipelineSchedule.stash_size`.
+
+
+def empty(types: Any, num_slots: int) -> Any:
+    """Create slots for values of these types.
+
+    Slots on the device are uninitialized, because zeros would be tens of GB to write in every step.
+    An idle stage reads the slot of its first or last action, which has been written by then.
+    """
+    return jax.tree.map(partial(_empty, num_slots), types)
+
+
+def _empty(num_slots: int, aval: Any) -> jax.Array:
+    shape = (num_slots, *aval.shape)
+    if aval.memory_space != jax.memory.Space.Device:  # the remat policy saves it on the host
+        return jax.device_put(varying(jnp.zeros(shape, aval.dtype)), aval.memory_space)
+    return varying(lax.empty(shape, aval.dtype))
+
+
+def residual_types(vjps_of: Callable[[jax.Array], list[Any]], x: jax.Array) -> list[list[Any]]:
+    """Return the types of each pullback's residuals.
+
+    (The result of `eval_shape` would have no memory spaces under `shard_map`.)
+
+    Args:     vjps_of: a chunk's input -> the pullbacks of its segments.
+    """
+    types: list[list[Any]] = []
+
+    def note(x: jax.Array) -> None:
+        for vjp in vjps_of(x):
+            types.append(list(map(jax.typeof, jax.tree.leaves(vjp))))
+
+    jax.eval_shape(note, x)
+    return types
+
+
+def put(stash: Any, values: Any, i: jax.Array, schedule: PipelineSchedule, num_slots: int) -> Any:
+    """Write the values of the i-th forward. Those of idle stages go to the last slot."""
+    valid = (i >= 0) & (i < schedule.num_actions)
+    slot = jnp.where(valid, i % schedule.stash_size, num_slots - 1)
+    write = lambda r, a: lax.dynamic_update_index_in_dim(r, a, slot, 0)  # noqa: E731
+    return jax.tree.map(write, stash, varying(values))
+
+
+def get(stash: Any, forward: jax.Array, schedule: PipelineSchedule) -> Any:
+    """Read the values of a forward, given its index."""
+    return take(stash, forward % schedule.stash_size)
+
+
+# ------------------------------------------------------------------------------ The slots of a tick
 
 
 @dataclass(frozen=True)
@@ -142,7 +197,7 @@ def forward(step: Step, received: jax.Array, t: jax.Array, saved: Any):
 
 
 def _put(step: Step, slots: Any, values: Any, i: jax.Array) -> Any:
-    return stash.put(slots, values, i, step.schedule, step.num_slots)
+    return put(slots, values, i, step.schedule, step.num_slots)
 
 
 def _when(step: Step, predicate: jax.Array, yes: Callable, no: Callable) -> Any:
@@ -216,7 +271,7 @@ def backward_action(step: Step, carry: dict, d_head: jax.Array, t: jax.Array):
 
 def pullbacks(step: Step, stashed: Any, chunk: Any, action: BackwardAction, g: jax.Array):
     """Return the pullbacks of a chunk's segments, with what its forward saved, and the context."""
-    model, saved = step.model, stash.get(stashed, action.forward, step.schedule)
+    model, saved = step.model, get(stashed, action.forward, step.schedule)
     x = saved[0][0] if step.save == "inputs" else jnp.zeros_like(g)
     context = model.context(take(step.microbatches, action.microbatch))
     _, vjps = vjp_segments.forward(model, chunk, x, context)
@@ -245,7 +300,7 @@ def embed_backward(step: Step, grads: dict, dx: jax.Array, t: jax.Array) -> dict
 def empty_stash(step: Step, blank: jax.Array) -> Any:
     """Create slots for the residuals of each segment of a chunk, or for the chunk's input."""
     if step.save == "inputs":
-        return stash.empty([[jax.typeof(blank)]], step.num_slots)
+        return empty([[jax.typeof(blank)]], step.num_slots)
     context = step.model.context(take(step.microbatches, 0))
     vjps_of = lambda x: vjp_segments.forward(step.model, step.chunks.first, x, context)[1]  # noqa: E731
-    return stash.empty(stash.residual_types(vjps_of, blank), step.num_slots)
+    return empty(residual_types(vjps_of, blank), step.num_slots)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.parallel import vjp_segments
-from jaxpar.parallel.pipeline import slots, stash
+from jaxpar.parallel.pipeline import slots
 from jaxpar.parallel.pipeline.chunks import BranchedChunks
 from jaxpar.parallel.pipeline.schedules import ZeroBubble
 from jaxpar.parallel.staged_model import StagedModel, Sums, take
@@ -141,4 +141,4 @@ def _empty_factors(step: slots.Step) -> list[Any]:
             types.append(jax.tree.map(jax.typeof, attached))
 
     jax.eval_shape(note)
-    return stash.empty(types, _schedule(step).max_postponed)
+    return slots.empty(types, _schedule(step).max_postponed)

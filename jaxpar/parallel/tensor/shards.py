@@ -14,11 +14,11 @@ from typing import Any
 
 import flax.struct
 import jax
+from jax import lax
 
 from jaxpar.parallel.gradient_buffers import buffers_of_use
 from jaxpar.parallel.tensor import permutes
-from jaxpar.parallel.tensor.sequence import gather_sequence, scatter_sequence
-from jaxpar.sharding.axes import TENSOR
+from jaxpar.sharding.axes import PIPELINE, TENSOR
 
 
 @flax.struct.dataclass
@@ -69,3 +69,35 @@ class Shards:
         if len(self.parts) == 1:
             return scatter_sequence(self.parts[0])
         return permutes.reduce_shards(self.parts, TENSOR)
+
+
+# ---------------------------------- Collectives for a sequence that is sharded over the tensor axis
+
+
+def gather_sequence(x: jax.Array) -> jax.Array:
+    """Gather the sequence shards held across TENSOR, before a column-parallel matmul.
+
+    Args:     x: [B, T/(sequence*tensor), D], varying over every axis.
+    Returns:  [B, T/sequence, D].
+    Communication: an all-gather over TENSOR, `permutes.permute_all_gather`; with pipeline stages,
+              which may run different branches, `permutes.all_to_all_gather`. The transpose is
+              `scatter_sequence`.
+    Source:   Korthikanti et al. 2022 (2205.05198), section 4.2.2.
+    """
+    staged = lax.axis_size(PIPELINE) > 1
+    gather = permutes.all_to_all_gather if staged else permutes.permute_all_gather
+    return gather(x, TENSOR, 1)
+
+
+def scatter_sequence(x: jax.Array) -> jax.Array:
+    """Sum the partial results of a row-parallel matmul and keep this rank's sequence shard.
+
+    Args:     x: [B, T/sequence, D], a partial sum on each rank of TENSOR.
+    Returns:  [B, T/(sequence*tensor), D].
+    Communication: a reduce-scatter over TENSOR, `permutes.permute_reduce_scatter`; with pipeline
+              stages, `permutes.all_to_all_reduce_scatter`. The transpose is `gather_sequence`.
+    Source:   Korthikanti et al. 2022 (2205.05198), section 4.2.2.
+    """
+    staged = lax.axis_size(PIPELINE) > 1
+    scatter = permutes.all_to_all_reduce_scatter if staged else permutes.permute_reduce_scatter
+    return scatter(x, TENSOR, 1)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxpar.config import Config, replace
 from jaxpar.model.parameters import trainable_specs
 from jaxpar.parallel.expert.tokens import group_axes
-from jaxpar.parallel.replicas.sent_bytes import sent_bytes
+from jaxpar.parallel.replicas.reduction import sent_bytes
 from jaxpar.planning.predict import experts, matrices, rates
 from jaxpar.planning.predict.compute import repeats, tensor_messages
 from jaxpar.planning.predict.hardware import Gpu, Network

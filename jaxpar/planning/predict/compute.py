@@ -23,8 +23,7 @@ from jaxpar.planning.predict.layer_kinds import (
     layer_kinds,
     widths,
 )
-from jaxpar.planning.predict.memory import slot_bytes
-from jaxpar.planning.predict.postponed import factors_per_token
+from jaxpar.planning.predict.memory import factors_per_token, slot_bytes
 from jaxpar.planning.predict.recurrence import by_kernels
 from jaxpar.planning.predict.shard import Shard, moment_bytes, state_bytes
 

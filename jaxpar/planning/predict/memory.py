@@ -12,6 +12,7 @@ before the loss, and delays gradients.
 """
 
 import dataclasses
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 
@@ -21,16 +22,11 @@ from jaxpar.components.model import Layer
 from jaxpar.config import Config
 from jaxpar.config.features import reads_scores
 from jaxpar.config.layout.layer_split import layers_before_stages
-from jaxpar.config.remat_policies import (
-    LAYER_INPUT,
-    REMAT_NAMES,
-    names_on_host,
-    saved_names,
-)
+from jaxpar.config.remat_policies import LAYER_INPUT, REMAT_NAMES, names_on_host, saved_names
 from jaxpar.config.schema.items import Remat
 from jaxpar.model.largest_scores import QUERIES, by_kernel
 from jaxpar.model.loss import num_chunks
-from jaxpar.planning.predict import experts, matrices, teacher
+from jaxpar.optimizer.rules import rule_of
 from jaxpar.planning.predict.layer_kinds import (
     LayerKind,
     before_stages,
@@ -38,11 +34,53 @@ from jaxpar.planning.predict.layer_kinds import (
     layer_kinds,
     widths,
 )
-from jaxpar.planning.predict.peak import MemoryForecast
-from jaxpar.planning.predict.postponed import postponed_bytes
 from jaxpar.planning.predict.recurrence import by_kernels
-from jaxpar.planning.predict.shard import Shard, shard_of
-from jaxpar.planning.predict.state_on_device import at_end, before_update
+from jaxpar.planning.predict.shard import Shard, at_end, before_update, shard_of
+
+# ------------------------------------------------------- The memory of one GPU at its peak, by part
+
+
+@dataclass(frozen=True)
+class MemoryForecast:
+    """Bytes on one GPU at the peak.
+
+    weights      float32 master weights, and those of a teacher in memory.
+    optimizer    moments.
+    activations  values saved for the backward, and one layer's recomputed values.
+    logits       a chunk of logits, and the gradient of the head.
+    gathered     weights in the compute dtype: gathered ones, and casts of the shards.
+    gradients    gradients of parameters.
+    buffers      copies of the residual stream, gathered keys and values, the batch.
+    moment       when the peak occurs: "loss", "start" or "end" of the backward, "update", or in the
+                 forward pass of a "teacher".
+    """
+
+    weights: float
+    optimizer: float
+    activations: float
+    logits: float
+    gathered: float
+    gradients: float
+    buffers: float
+    moment: str = "loss"
+
+    @property
+    def state(self) -> float:
+        """Bytes that persist between steps."""
+        return self.weights + self.optimizer
+
+    @property
+    def temporary(self) -> float:
+        """Bytes that a step needs in addition to the state."""
+        return self.activations + self.logits + self.gathered + self.gradients + self.buffers
+
+    @property
+    def total(self) -> float:
+        """The predicted peak."""
+        return self.state + self.temporary
+
+
+# ----------------------------------------------- The moments, and what is in memory at each of them
 
 
 def memory_of(
@@ -57,19 +95,25 @@ def memory_of(
     before, late = before_update(cfg, shard), at_end(cfg, shard)
     moments = [(_at_loss, before), (_at_end, late)]
     moments += [(_at_start, before)] * _sends(cfg, shard)
-    moments += [(_at_update, late)] * bool(matrices.exchanged_of(cfg))
-    taught = teacher.teacher_of(cfg)
-    frozen = teacher.weights_of(taught) if taught else 0.0
+    if rule_of(cfg.optimizer.name).needs == "matrices":
+        from jaxpar.planning.predict import matrices
+
+        moments += [(_at_update, late)] * bool(matrices.exchanged_of(cfg))
+    frozen, in_teacher = 0.0, list[MemoryForecast]()
+    if cfg.distill.teacher:
+        from jaxpar.planning.predict import teacher
+
+        if (taught := teacher.teacher_of(cfg)) is not None:
+            frozen, own = teacher.weights_of(taught), saved_per_token(taught)
+            of_both = before[0] + frozen, before[1]
+            in_teacher = [teacher.forward_pass(taught, *of_both, own, _buffers(cfg, shard))]
     at = [
         moment(cfg, shard, weights + frozen, optimizer) for moment, (weights, optimizer) in moments
     ]
     if softmax_by_xla:
         logits = at[0].logits + _logits_beside_exponentials(cfg, shard)
         at[0] = dataclasses.replace(at[0], logits=logits)
-    if taught:
-        own = saved_per_token(taught), _buffers(cfg, shard)
-        at.append(teacher.forward_pass(taught, before[0] + frozen, before[1], *own))
-    peak = max(at, key=lambda memory: memory.total)
+    peak = max(at + in_teacher, key=lambda memory: memory.total)
     if not on_reference:
         return peak
     extra = _scores(cfg, shard)
@@ -139,6 +183,8 @@ def _at_end(cfg: Config, shard: Shard, weights: float, optimizer: float) -> Memo
 
 def _at_update(cfg: Config, shard: Shard, weights: float, optimizer: float) -> MemoryForecast:
     """The update of whole matrices: gradients, and what is exchanged."""
+    from jaxpar.planning.predict import matrices
+
     return MemoryForecast(
         weights=weights,
         optimizer=optimizer,
@@ -227,6 +273,8 @@ def _saved_by(cfg: Config, kind: LayerKind, remat: Remat = ()) -> tuple[float, f
         value = widths(kind.layer, cfg, cfg.parallel.tensor).value
         sizes["qkv"] = _stream(cfg) / cfg.model.d_model * value
     if of:  # hidden values of the router's experts are never saved
+        from jaxpar.planning.predict import experts
+
         sizes["gate_up"] *= experts.saved_rows(cfg, of)
         sizes["mlp_hidden"] *= of.num_shared_experts
     device, host = (sum(sizes[name] for name in sorted(names)) for names in (here, on_host))
@@ -303,6 +351,8 @@ def _backward_bytes(cfg: Config, kind: LayerKind, shard: Shard) -> float:
     """Bytes per token that the backward of a recurrence or of experts needs at once."""
     total, mixer = 0.0, kind.layer.mixer
     if kind.experts:
+        from jaxpar.planning.predict import experts
+
         total += experts.backward_bytes(cfg, kind.experts, shard.width)
     if mixer:
         total += mixer.backward_bytes(cfg.parallel.tensor, by_kernels=by_kernels(cfg.compute))
@@ -445,3 +495,35 @@ def _scores(cfg: Config, shard: Shard) -> float:
     keys = length if p.context != "ring" else length // p.sequence
     most = max((heads.queries for _, heads in _attention(cfg)), default=0)
     return 16.0 * shard.rows * most / p.tensor * (length / p.sequence) * keys
+
+
+# ------ Predicts the buffer of a zero-bubble schedule: factors of weight gradients that are put off
+
+
+def postponed_bytes(cfg: Config, shard: Shard) -> float:
+    """Return the factors of postponed weight gradients: 2 (P - 1) microbatches in one chunk."""
+    if not shard.execution.postpones_weight_gradients:
+        return 0.0
+    layers = 2 * (cfg.parallel.pipeline - 1) * shard.layers / shard.chunks
+    return layers * shard.tokens * factors_per_token(cfg, shard)
+
+
+def factors_per_token(cfg: Config, shard: Shard) -> float:
+    """Return the bytes per token of the factors of a layer's weight gradients. If layers differ,
+    their mean.
+
+    They are the inputs of its matmuls, and the gradients of the outputs. The gradients of layers
+    with experts are those of the mixer: others are not postponed.
+    """
+    kinds = layer_kinds(cfg)
+    return shard.width * sum(kind.share * _elements(kind, cfg, shard) for kind in kinds)
+
+
+def _elements(kind: LayerKind, cfg: Config, shard: Shard) -> float:
+    model, layer, elements = cfg.model, kind.layer, 0.0
+    for component in (layer.mixer, None if kind.experts else layer.feed_forward):
+        for of in component.matmuls(model, cfg.parallel.tensor).values() if component else ():
+            elements += sum(site.times * site.share * (site.inner + site.out) for site in of)
+    if layer.feed_forward and layer.feed_forward.fuses_gate_up and shard.execution.fused_gate_up:
+        elements -= model.d_model  # one input of gate and up
+    return elements

@@ -4,7 +4,6 @@ import dataclasses
 
 from jaxpar.components.recurrent import Recurrent
 from jaxpar.config import ComputeConfig, Config
-from jaxpar.kernels import recurrence
 from jaxpar.kernels.platform import Platform
 
 
@@ -17,6 +16,8 @@ def with_backend(cfg: Config, platform: Platform) -> Config:
     mixers = {layer.mixer for layer in layers if isinstance(layer.mixer, Recurrent)}
     if c.recurrent_backend != "auto" or not mixers:
         return cfg
+    from jaxpar.kernels import recurrence
+
     shapes = [recurrence.Shape(one.chunk, *one.state[1:], c.dtype) for one in mixers]
     chosen = {recurrence.choose("auto", shape, platform) for shape in shapes}
     kernels = all(one.has_kernels for one in mixers) and chosen == {"triton"}

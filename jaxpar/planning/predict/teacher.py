@@ -7,7 +7,7 @@ from jaxpar.config import Config, ConfigError
 from jaxpar.config.config_file import load_run
 from jaxpar.config.layout.teacher import FIELD, config_of_teacher
 from jaxpar.model.loss import num_chunks
-from jaxpar.planning.predict.peak import MemoryForecast
+from jaxpar.planning.predict.memory import MemoryForecast
 from jaxpar.planning.predict.shard import shard_of, state_bytes
 
 

@@ -7,15 +7,17 @@ Source:   Douillard et al. 2025 (2501.18512), section 2.2: strided fragments.
 """
 
 import functools
-from typing import Any
 
-import flax.traverse_util
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import Config
 from jaxpar.model.parameters import specs_of
+from jaxpar.parallel.collectives import all_gather_invariant, all_to_all, psum
+from jaxpar.sharding.axes import REPLICA
 from jaxpar.sharding.params import flat
+from jaxpar.step.diloco.trainers import is_layers
 
 #: Arrays outside the layers that belong to the first fragment. All others belong to the last.
 FIRST = ("embed", "positions")
@@ -47,11 +49,43 @@ class Fragment:
         return put(x.reshape(-1, self._n, *x.shape[1:]), part[:, None]).reshape(x.shape)
 
 
-def is_layers(spec: Any) -> bool:
-    """Whether an array is a stack of layers."""
-    return spec.axes[0] == "layer"
+# ------------------- The outer rule: Nesterov momentum on the mean of the replicas' outer gradients
+#
+# Source:   Douillard et al. 2023 (2311.08105), algorithm 1.
 
 
-def tree(leaves: dict[str, Any]) -> Any:
-    """Return arrays by name as a tree."""
-    return flax.traverse_util.unflatten_dict(leaves, sep="/")
+def nesterov(
+    cfg: Config, outer: jax.Array, momentum: jax.Array, gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the new outer weights and momentum."""
+    d = cfg.diloco
+    momentum = d.outer_momentum * momentum + gradient
+    return outer - d.outer_learning_rate * (gradient + d.outer_momentum * momentum), momentum
+
+
+def mean_of_replicas(x: jax.Array, dtype: str) -> jax.Array:
+    """Return the mean over REPLICA, in float32, the same on every replica.
+
+    bfloat16 rounds twice: what is sent, and the mean. Each replica sums a part of the elements.
+
+    Args:     x: float32. dtype: in which it is exchanged.
+    Communication: float32: an all-reduce. bfloat16: an all-to-all and an all-gather of as many
+              elements as a ring's all-reduce sends.
+    """
+    n = lax.axis_size(REPLICA)
+    if dtype == "float32":
+        return psum(x, REPLICA) / n
+    pieces = jnp.pad(_bits(x).ravel(), (0, -x.size % n)).reshape(n, -1)
+    mean = jnp.mean(_of_bits(all_to_all(pieces, REPLICA, 0, 0)), axis=0)
+    found = _of_bits(all_gather_invariant(_bits(mean), (REPLICA,), 0))
+    return found[: x.size].reshape(x.shape)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """Round to bfloat16, as uint16: XLA for CPUs would send bfloat16 as float32."""
+    return lax.bitcast_convert_type(x.astype(jnp.bfloat16), jnp.uint16)
+
+
+def _of_bits(x: jax.Array) -> jax.Array:
+    """Return the float32 numbers of `_bits`."""
+    return lax.bitcast_convert_type(x, jnp.bfloat16).astype(jnp.float32)

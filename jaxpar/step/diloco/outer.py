@@ -17,10 +17,9 @@ from jax.sharding import Mesh
 from jaxpar.config import Config
 from jaxpar.sharding.params import flat
 from jaxpar.step.diloco import overlap
-from jaxpar.step.diloco.fragments import Fragment, tree
-from jaxpar.step.diloco.rule import mean_of_replicas, nesterov
-from jaxpar.step.diloco.schedule import applied, begun, due
-from jaxpar.step.diloco.trainers import MOMENTUM, WEIGHTS
+from jaxpar.step.diloco.fragments import Fragment, mean_of_replicas, nesterov
+from jaxpar.step.diloco.overlap import applied, begun, due
+from jaxpar.step.diloco.trainers import MOMENTUM, WEIGHTS, tree
 from jaxpar.step.state import TrainState, state_shardings, state_specs
 
 

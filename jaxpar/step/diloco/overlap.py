@@ -3,12 +3,7 @@
 A GPU runs programs one after another, and waits for the collectives of each. So the exchange is no
 program of its own: each of the next `diloco.overlap` train steps has a part of it as a collective
 that neither its input nor its result needs otherwise, which XLA's scheduler can run beside the
-step. `schedule.py` says when; the state keeps what is under way:
-
-    diloco.outgoing     [R, ...]: each replica's outer gradient of a fragment, split over REPLICA
-    diloco.arrived      its mean over REPLICA, as far as it has been exchanged
-
-Stacks of layers have a fragment's L/n layers. Outside of an exchange, both are unused.
+step. The state keeps what is under way (`trainers.py`).
 
 Source:   Douillard et al. 2025 (2501.18512), section 2.3 and algorithm 2.
 """
@@ -21,55 +16,66 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import Config
-from jaxpar.model.parameters import specs_of
 from jaxpar.parallel.collectives import varying_axes
 from jaxpar.sharding.params import flat
-from jaxpar.step.diloco.fragments import Fragment, is_layers, tree
-from jaxpar.step.diloco.rule import mean_of_replicas, nesterov
-from jaxpar.step.diloco.schedule import spacing
-from jaxpar.step.diloco.trainers import MOMENTUM, WEIGHTS, for_each, num_trainers
+from jaxpar.step.diloco.fragments import Fragment, mean_of_replicas, nesterov
+from jaxpar.step.diloco.trainers import ARRIVED, MOMENTUM, OUTGOING, WEIGHTS, tree, with_exchange
 from jaxpar.step.metrics import Step
 
-EXCHANGE = OUTGOING, ARRIVED = "outgoing", "arrived"
+# ------------- When fragments have their outer steps, and with an overlap, when those begin and end
+#
+# Fragments are due in turn, `every / fragments` inner steps apart. With an overlap of K steps, the
+# outer gradient of a fragment that is due after step t is exchanged during steps t + 1 to t + K,
+# and applied after the last of them.
+#
+# Source:   Douillard et al. 2025 (2501.18512), section 2: algorithm 2.
 
 
-def nothing_exchanged(params: Any, cfg: Config) -> dict[str, Any]:
-    """Return zeros in the places of `outgoing` and `arrived`; {} without an overlap.
+def due(done: int, cfg: Config) -> list[int]:
+    """Return the fragments that have an outer step after `done` steps, without an overlap.
 
-    Args:     params: all parameters.
+    After the last step of the run, all of them do: no inner step is lost.
     """
-    if not cfg.diloco.overlap:
-        return {}
-    specs, n = flat(specs_of(cfg)), cfg.diloco.fragments
-
-    def zeros(name: str, x: jax.Array) -> jax.Array:
-        return jnp.zeros_like(x[: x.shape[0] // n] if is_layers(specs[name]) else x)
-
-    parts = tree({name: zeros(name, x) for name, x in flat(params).items()})
-    return {OUTGOING: for_each(parts, num_trainers(cfg)), ARRIVED: parts}
+    d = cfg.diloco
+    if not d.every:
+        return []
+    if done == cfg.train.num_steps:
+        return list(range(d.fragments))
+    return [i for i in range(d.fragments) if (done - i * d.every // d.fragments) % d.every == 0]
 
 
-def with_exchange(state: Any, exchange: dict[str, Any]) -> Any:
-    """Return a TrainState with other values, shapes or shardings of what is exchanged."""
-    return state.with_extra(diloco=state.extra["diloco"] | exchange) if exchange else state
+def begun(done: int, cfg: Config) -> int | None:
+    """Return the fragment whose exchange begins after `done` steps; None if none does.
 
-
-def without_exchange(state: Any) -> Any:
-    """Return a TrainState without what is exchanged."""
-    if "diloco" not in state.extra:
-        return state
-    others = {n: x for n, x in state.extra["diloco"].items() if n not in EXCHANGE}
-    return state.with_extra(diloco=others)
-
-
-def exchange_specs(specs: Any, cfg: Config) -> dict[str, Any]:
-    """Return the PartitionSpecs of what is exchanged: those of the weights.
-
-    Args:     specs: those of a TrainState with DiLoCo.
+    None begins that would not be applied before the last step, after which all fragments have an
+    outer step.
     """
+    d = cfg.diloco
+    if not d.overlap or done + d.overlap >= cfg.train.num_steps:
+        return None
+    turn, since = divmod(done, spacing(cfg))
+    return turn % d.fragments if turn > 0 and not since else None
+
+
+def under_way(done: int, cfg: Config) -> int | None:
+    """Return the fragment whose outer gradient the step after `done` steps exchanges a part of."""
     if not cfg.diloco.overlap:
-        return {}
-    return {OUTGOING: specs.extra["diloco"][WEIGHTS], ARRIVED: specs.params}
+        return None
+    since = done % spacing(cfg)
+    return begun(done - since, cfg) if since < cfg.diloco.overlap else None
+
+
+def applied(done: int, cfg: Config) -> int | None:
+    """Return the fragment whose exchanged gradient is applied after `done` steps; None if none."""
+    return begun(done - cfg.diloco.overlap, cfg) if cfg.diloco.overlap else None
+
+
+def spacing(cfg: Config) -> int:
+    """Return the inner steps between the outer steps of two fragments."""
+    return cfg.diloco.every // cfg.diloco.fragments
+
+
+# ------------------------------------------------------ What is exchanged, and the programs that do
 
 
 def programs_of_steps(cfg: Config) -> list[int | None]:

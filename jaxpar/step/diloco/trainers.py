@@ -5,6 +5,12 @@
     diloco.weights      [R, ...]: the weights of each replica, split over REPLICA
     diloco.momentum     the momentum of the outer step, sharded as the outer weights
 
+With an overlap of outer and inner steps (`overlap.py`), also what is under way; outside of an
+exchange, both are unused. Stacks of layers have a fragment's L/n layers:
+
+    diloco.outgoing     [R, ...]: each replica's outer gradient of a fragment, split over REPLICA
+    diloco.arrived      its mean over REPLICA, as far as it has been exchanged
+
 R is the size of REPLICA. Outer weights and momentum are replicated over it.
 """
 
@@ -12,14 +18,18 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxpar.config import Config
+from jaxpar.model.parameters import specs_of
 from jaxpar.sharding.axes import REPLICA
+from jaxpar.sharding.params import flat
 
 WEIGHTS, MOMENTUM = "weights", "momentum"
+EXCHANGE = OUTGOING, ARRIVED = "outgoing", "arrived"
 
 
 def num_trainers(cfg: Config) -> int:
@@ -129,3 +139,52 @@ def saved_replicas(state: Any, n: int) -> Any:
     moments, guard = jax.tree.map(own, (state.opt_state, state.extra["guard"]))
     diloco = {MOMENTUM: state.params}
     return dataclasses.replace(state, opt_state=moments).with_extra(guard=guard, diloco=diloco)
+
+
+def nothing_exchanged(params: Any, cfg: Config) -> dict[str, Any]:
+    """Return zeros in the places of `outgoing` and `arrived`; {} without an overlap.
+
+    Args:     params: all parameters.
+    """
+    if not cfg.diloco.overlap:
+        return {}
+    specs, n = flat(specs_of(cfg)), cfg.diloco.fragments
+
+    def zeros(name: str, x: jax.Array) -> jax.Array:
+        return jnp.zeros_like(x[: x.shape[0] // n] if is_layers(specs[name]) else x)
+
+    parts = tree({name: zeros(name, x) for name, x in flat(params).items()})
+    return {OUTGOING: for_each(parts, num_trainers(cfg)), ARRIVED: parts}
+
+
+def with_exchange(state: Any, exchange: dict[str, Any]) -> Any:
+    """Return a TrainState with other values, shapes or shardings of what is exchanged."""
+    return state.with_extra(diloco=state.extra["diloco"] | exchange) if exchange else state
+
+
+def without_exchange(state: Any) -> Any:
+    """Return a TrainState without what is exchanged."""
+    if "diloco" not in state.extra:
+        return state
+    others = {n: x for n, x in state.extra["diloco"].items() if n not in EXCHANGE}
+    return state.with_extra(diloco=others)
+
+
+def exchange_specs(specs: Any, cfg: Config) -> dict[str, Any]:
+    """Return the PartitionSpecs of what is exchanged: those of the weights.
+
+    Args:     specs: those of a TrainState with DiLoCo.
+    """
+    if not cfg.diloco.overlap:
+        return {}
+    return {OUTGOING: specs.extra["diloco"][WEIGHTS], ARRIVED: specs.params}
+
+
+def is_layers(spec: Any) -> bool:
+    """Whether an array is a stack of layers."""
+    return spec.axes[0] == "layer"
+
+
+def tree(leaves: dict[str, Any]) -> Any:
+    """Return arrays by name as a tree."""
+    return flax.traverse_util.unflatten_dict(leaves, sep="/")

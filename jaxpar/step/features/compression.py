@@ -4,8 +4,6 @@ from typing import Any
 
 from jaxpar.config import Config
 from jaxpar.optimizer import loss_scale
-from jaxpar.parallel.replicas.feedback import feedback_specs
-from jaxpar.parallel.replicas.reduction import reduce_compressed
 from jaxpar.step.feature import Feature, TrainStep
 
 
@@ -20,9 +18,13 @@ class Compression(Feature):
         return cfg.parallel.replica_reduction != "float32"
 
     def extra(self, cfg: Config, specs: Any) -> Any:
+        from jaxpar.parallel.replicas.reduction import feedback_specs
+
         return feedback_specs(specs, cfg.parallel)
 
     def reduce(self, grads: Any, specs: Any, s: TrainStep) -> tuple[Any, Any]:
+        from jaxpar.parallel.replicas.reduction import reduce_compressed
+
         grads = loss_scale.unscale_gradients(s.cfg, grads, s.scale)  # errors outlive a loss scale
         return reduce_compressed(grads, s.extra.get(self.name, ()), specs, s.cfg.parallel)
 

@@ -1,8 +1,6 @@
 """DiLoCo: replicas train on their own, and now and then average what they have learned."""
 
 from jaxpar.config import Config
-from jaxpar.step.diloco.inner import of_each_replica
-from jaxpar.step.diloco.overlap import beside
 from jaxpar.step.diloco.trainers import num_trainers
 from jaxpar.step.feature import Feature
 from jaxpar.step.metrics import Step
@@ -18,6 +16,9 @@ class Diloco(Feature):
         return num_trainers(cfg) > 0
 
     def wrap(self, step: Step, cfg: Config, fragment: int | None) -> Step:
+        from jaxpar.step.diloco.inner import of_each_replica
+        from jaxpar.step.diloco.overlap import beside
+
         every = of_each_replica(step)
         return every if fragment is None else beside(every, cfg, fragment)
 

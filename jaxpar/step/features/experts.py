@@ -8,15 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.components.experts import Experts, experts_in, stacks_of_experts
+from jaxpar.components.experts import LOSSES, Experts, experts_in, stacks_of_experts
 from jaxpar.components.model import STACK_OF_MODULES
 from jaxpar.config import Config, Model
 from jaxpar.config.layout.expert_placement import expert_ways
 from jaxpar.config.layout.layer_split import is_equal
 from jaxpar.config.metrics import Metric
 from jaxpar.model.chunks import layers_of_chunk
-from jaxpar.model.moe.router import LOSSES
-from jaxpar.model.plain import decoder
 from jaxpar.model.probes import LayerProbe, Probed, Seen
 from jaxpar.parallel.collectives import psum
 from jaxpar.sharding.axes import AXES, PIPELINE, TOKEN_AXES
@@ -33,7 +31,7 @@ class ExpertLoads:
     rows: jax.Array
     """float32 [layers, E]: tokens that each expert had. Exact up to 2**24, 16 million."""
     losses: jax.Array
-    """float32 [layers, 2]: `router.LOSSES`, means over tokens, not yet weighted."""
+    """float32 [layers, 2]: `LOSSES`, means over tokens, not yet weighted."""
     further_rounds: jax.Array
     """float32 [layers]: rounds beyond the first, of all microbatches and devices. Devices along
     TENSOR, which have the same rows, count once. 0 without an expert axis."""
@@ -106,6 +104,8 @@ class ExpertBalance(Feature):
     def plain(self, new: Any, before: Any, batch: Batch, cfg: Config) -> Any:
         if not _experts(cfg).router.balancing_bias:
             return new
+        from jaxpar.model.plain import decoder
+
         return decoder.balanced(new, decoder.loads(before, batch, cfg), cfg)
 
 

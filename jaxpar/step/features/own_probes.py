@@ -14,7 +14,6 @@ from jaxpar.config.metrics import METRICS, Metric, Reduction
 from jaxpar.config.values import Value
 from jaxpar.model import probes
 from jaxpar.model.largest_scores import across, largest
-from jaxpar.model.plain import decoder
 from jaxpar.sharding.axes import TOKEN_AXES
 from jaxpar.sharding.batch import Batch
 from jaxpar.step.feature import Feature, TrainStep
@@ -210,6 +209,8 @@ def plain(params: Any, batch: Batch, cfg: Config, some: tuple[Probe, ...]) -> di
             if (probe.point == "head") == (point == probes.HEAD):
                 found[probe.metric].append(_reduced(probe, reached))
         reached.clear()
+
+    from jaxpar.model.plain import decoder
 
     decoder.hidden_and_routings(decoder.scale_adapters(params, cfg), batch, cfg, watch)
     at_head = {probe.metric for probe in some if probe.point == "head"}

@@ -29,7 +29,6 @@ from jaxpar.config import Config
 from jaxpar.config.metrics import Metric
 from jaxpar.model.chunks import layers_of_chunk
 from jaxpar.model.largest_scores import across, largest
-from jaxpar.model.plain import decoder
 from jaxpar.model.probes import LayerProbe, Seen
 from jaxpar.parallel.collectives import psum
 from jaxpar.sharding.axes import PIPELINE, TENSOR, TOKEN_AXES
@@ -166,6 +165,8 @@ def largest_logits(params: Any, batch: Batch, cfg: Config) -> jax.Array:
     def watch(point: str, value: jax.Array) -> None:
         if point == "queries":
             found.append(jnp.max(value, axis=(0, 2, 3)))
+
+    from jaxpar.model.plain import decoder
 
     decoder.hidden_and_routings(params, batch, cfg, watch)
     return jnp.stack(found)

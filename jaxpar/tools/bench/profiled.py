@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jaxpar.config import ConfigError
-from jaxpar.monitoring import hlo as hlo
+from jaxpar.monitoring import hlo
 from jaxpar.monitoring.profile_folder import ProfileFacts, write_facts
 from jaxpar.monitoring.profiler import capture
 from jaxpar.sharding.batch import Batch

@@ -21,7 +21,7 @@ from itertools import accumulate
 from statistics import fmean
 from typing import Any
 
-from jaxpar.monitoring import hlo as hlo
+from jaxpar.monitoring import hlo
 from jaxpar.tools.profiling.attribution import attribute
 from jaxpar.tools.profiling.launching import launching
 from jaxpar.tools.profiling.trace import cpu_trace

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxpar.config import ConfigError
-from jaxpar.monitoring import hlo as hlo
-from jaxpar.monitoring import profile_folder
+from jaxpar.monitoring import hlo, profile_folder
 from jaxpar.runtime.files import gzipped
 from jaxpar.tools.profiling.options import OPTION
 from jaxpar.tools.profiling.trace import cpu_trace, xspace

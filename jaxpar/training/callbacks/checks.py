@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxpar.monitoring.evaluations import Score, record_of
 from jaxpar.runtime import exit_codes, signals
@@ -11,11 +11,13 @@ from jaxpar.runtime.processes import peers
 from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.program import end_with
 from jaxpar.sharding.batch import Batch
-from jaxpar.step.replica_check import ReplicaCheck, require_equal
 from jaxpar.training.callbacks.callback import Progress, Request, RunCallback
 from jaxpar.training.callbacks.steps import Phases, StepMetrics
 from jaxpar.training.evaluation import Evaluation, Judge
 from jaxpar.training.manifest import RunRecords
+
+if TYPE_CHECKING:
+    from jaxpar.step.replica_check import ReplicaCheck
 
 
 @dataclass(eq=False)
@@ -33,11 +35,13 @@ class Folder(RunCallback):
 class Replicas(RunCallback):
     """Checks that replicas hold the same weights, bit for bit."""
 
-    check: ReplicaCheck
+    check: "ReplicaCheck"
     metrics: StepMetrics
 
     def after_step(self, at: Progress) -> Progress:
         if at.every(at.config.guard.replica_check_every):
+            from jaxpar.step.replica_check import require_equal
+
             self.metrics.pause()
             require_equal(at.step, self.check(at.state))
         return at

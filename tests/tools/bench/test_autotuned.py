@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jaxpar.monitoring import hlo as hlo
+from jaxpar.monitoring import hlo
 from scripts.measure import matmul_autotuned as autotuned
 from scripts.measure import matmul_table as matmuls
 from tests.tools.bench.tuned import (

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxpar.monitoring import hlo as hlo
+from jaxpar.monitoring import hlo
 from scripts.measure import matmul_products as products
 from scripts.measure import matmul_sustained as sustained
 from scripts.measure.matmul_products import Product, product_of

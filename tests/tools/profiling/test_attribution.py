@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from jaxpar.monitoring import hlo as hlo
+from jaxpar.monitoring import hlo
 from jaxpar.tools.profiling.attribution import attribute
 from jaxpar.tools.profiling.trace import read as trace
 from jaxpar.tools.profiling.trace.read import KernelTrace, ProfiledKernel

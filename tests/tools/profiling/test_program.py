@@ -10,8 +10,7 @@ import pytest
 
 from jaxpar.commands import call
 from jaxpar.config import ConfigError
-from jaxpar.monitoring import hlo as hlo
-from jaxpar.monitoring import profile_folder
+from jaxpar.monitoring import hlo, profile_folder
 from jaxpar.monitoring.profiler import capture
 from jaxpar.runtime import exit_codes
 from jaxpar.tools.profiling import loading, memory, sections

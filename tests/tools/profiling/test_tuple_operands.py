@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxpar.monitoring import hlo as hlo
+from jaxpar.monitoring import hlo
 from jaxpar.monitoring.hlo import collective_bytes
 from jaxpar.tools.profiling.trace.cpu_trace import multiplications
 

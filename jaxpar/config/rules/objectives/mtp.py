@@ -5,7 +5,7 @@ from jaxpar.config.lists.weight_schedules import CONSTANT, MTP_LOSS
 
 DEPTH, WEIGHT = "model.mtp_depth", "train.mtp_loss"
 
-#: Most modules (`model/mtp/parameters.py`).
+#: Most modules (`model/mtp/`).
 MAX_DEPTH = 8
 
 

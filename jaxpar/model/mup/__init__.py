@@ -1,1 +1,0 @@
-"""Maximal update parametrization (µP): how parameters and factors depend on the model's width."""
