@@ -19,6 +19,7 @@ from jaxpar.config.condition import (
     Condition,
     both,
     changed,
+    enabled,
     equal,
     of_model,
     some_layer,
@@ -121,8 +122,8 @@ def _needs_matrices(rule: Any) -> bool:
     return rule in ("muon", "adafactor") or getattr(rule, "needs", "") == "matrices"
 
 
-LORA, MTP, MUP = changed("lora.rank"), changed("model.mtp_depth"), changed("model.mup", None)
-DPO, TEACHER = changed("dpo.beta"), changed("distill.teacher")
+LORA, MTP, MUP = changed("lora.rank"), changed("model.mtp_depth"), enabled("model.mup")
+DPO, TEACHER = enabled("dpo"), enabled("distill")
 LOSS, PROBES = changed("train.loss"), changed("train.probes")
 POST_UPDATES, SOURCE = changed("train.post_updates"), changed("data.source")
 OWN_SCHEDULE = where(

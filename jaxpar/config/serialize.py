@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxpar.components.model import Layer
 from jaxpar.config import Config, ConfigError, layers
-from jaxpar.config.fields import section_of, unknown_field
+from jaxpar.config.fields import make_section, section_of, unknown_field
 from jaxpar.config.json_reader import read_json
 from jaxpar.config.values import OR_NAMES, Value, from_saved, to_values
 
@@ -40,7 +40,8 @@ def _build(cls: Any, values: Any, prefix: str) -> Any:
         if name not in hints:
             error = unknown_field(prefix + name, value)
             raise ConfigError(error.field, value, error.rule, f"remove it, or {error.fix}")
-    return cls(**{name: _built(hints[name], v, prefix + name) for name, v in values.items()})
+    built = {name: _built(hints[name], v, prefix + name) for name, v in values.items()}
+    return make_section(cls, prefix.rstrip("."), built)
 
 
 def _built(hint: Any, value: Any, path: str) -> Any:

@@ -147,8 +147,9 @@ class PairLoader(Loader):
         cfg, path = self._cfg, dataset.name
         check_vocabulary(cfg, dataset)
         if dataset.meta is None or dataset.meta.kind != PAIRS or dataset.targets is None:
-            rule = f"is not a dataset of pairs, which {flag('dpo.beta', cfg.dpo.beta)} needs"
+            rule = "is not a dataset of pairs, which preference tuning (dpo) needs"
             raise ConfigError("data.path", path, rule, f"prepare one with `{PREPARE_PAIRS}`")
+        assert cfg.dpo
         rows, seq_len = self.rows, cfg.data.seq_len
         if rows.num_dropped and (cfg.dpo.too_long == "error" or not len(rows.kept)):
             of_all = f"{rows.num_dropped:,} of {dataset.num_documents // 2:,} pairs"

@@ -33,6 +33,7 @@ def head(
     Communication: that of `token_scores.log_probs`; all-reduces over SEQUENCE of [B, 2 max_pairs]
               float32 and [B] int32.
     """
+    assert cfg.dpo
     scores = token_scores.log_probs(top, x, batch.labels, cfg)
     ratios = jnp.where(batch.labels == IGNORED, 0.0, scores - batch.reference)
     sums = psum(_by_segment(ratios, batch.segment_ids, 2 * max_pairs), SEQUENCE)

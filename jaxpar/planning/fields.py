@@ -13,7 +13,7 @@ from jaxpar.config.layout import fields as layout_fields
 from jaxpar.config.numerals import only_digits
 from jaxpar.config.rules.divisibility import largest_divisor
 from jaxpar.config.rules.memory import remat
-from jaxpar.config.rules.type_check import check_types
+from jaxpar.config.rules.type_check import check_type
 
 # -------------------------------- Parses the planner's --fix: fields of a layout with a fixed value
 
@@ -64,9 +64,8 @@ def _value(cfg: Config, pair: str, name: str, text: str) -> str | int:
     if name == "expert":
         _check_experts(cfg, pair, int(text))
     try:
-        changed = replace(cfg, **{path: value})
-        check_types(changed)
-        remat(changed)
+        check_type(path, value)
+        remat(replace(cfg, **{path: value}))
     except ConfigError as error:
         fix = error.fix.replace(flag(path) + " ", f"--fix {name}=")
         raise ConfigError("--fix", pair, f"{name} {error.rule}", fix) from error

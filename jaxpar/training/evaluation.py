@@ -69,7 +69,7 @@ def open_set(cfg: Config, mesh: Mesh, named: HeldOutSet, order: TokenOrder) -> L
     Raises:   ConfigError that names the set, if it is missing or cannot be used.
     """
     field, given = "evaluation.sets", cfg.evaluation.sets
-    alone = without_schedules(replace(cfg, **{"data.held_out": named.path, "distill.cache": ""}))
+    alone = without_schedules(replace(cfg, **{"data.held_out": named.path, "distill": None}))
     if named.split == TRAIN:
         check_tokenizers(cfg, field, given, [named.path])
         only = {"data.path": named.path, "data.mixture": "", "data.mixture_schedule": ""}

@@ -1,6 +1,5 @@
 """Whoever follows the first fix of each message comes to a legal config, and never in a circle."""
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -20,7 +19,7 @@ from jaxpar.config.fields import field_types, leaf_paths
 from jaxpar.config.layers import BESIDE, addressed, all_paths, type_at
 from jaxpar.config.validate import check, resolve
 from jaxpar.planning.predict.hardware import gpu_named
-from tests.config.models import BASE, DELTA, EXPERTS, LAYER, OF_EXPERTS
+from tests.config.models import BASE, DELTA, EXPERTS, LAYER, OF_EXPERTS, setting
 
 #: Most fixes to follow. Fields that a feature alone reads are refused one by one.
 MOST = 16
@@ -140,8 +139,7 @@ def values_of(path: str, cfg: Config) -> list:
     for one in members(hint):
         found += [one] if isinstance(one, str) else usual.get(one, [])
     if is_flag:
-        with contextlib.suppress(AttributeError):  # of a section that it does not have
-            found.append(value_of(cfg, path))
+        found += [value_of(cfg, path)] if value_of(cfg, path.rpartition(".")[0]) else []
     else:
         found += [value for _, value in addressed(cfg.model.layers, path.split(".")[1:])]
     return sorted(set(found), key=repr)
@@ -160,11 +158,13 @@ def every_config() -> tuple[Config, ...]:
 
 
 def random_words(rng: random.Random, cfg: Config, most: int, sections: Sequence[str]) -> list[str]:
-    """Options that set up to `most` random fields."""
-    paths = paths_of(cfg, sections)
-    chosen = rng.sample(paths, rng.randint(1, most))
-    fields = ((path, rng.choice(values_of(path, cfg))) for path in chosen)
-    return [word for path, value in fields for word in (flag(path), str(value))]
+    """Options that set up to `most` random fields, and what their sections need beside them."""
+    fields = dict[str, object]()
+    for path in rng.sample(paths_of(cfg, sections), rng.randint(1, most)):
+        is_off = path in leaf_paths() and value_of(cfg, path.rpartition(".")[0]) is None
+        found = {path: rng.choice(values_of(path, cfg))}
+        fields |= setting(path, found[path]) if is_off else found
+    return [word for path, value in fields.items() for word in (flag(path), str(value))]
 
 
 @pytest.mark.parametrize("number", [100, pytest.param(5000, marks=pytest.mark.slow)])

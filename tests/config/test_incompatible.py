@@ -8,10 +8,20 @@ from typing import Any
 import pytest
 
 from jaxpar.config import Glu, KimiDeltaAttention, Layer, Mlp, QkNorm, default_of, replace
-from jaxpar.config.fields import field_types
+from jaxpar.config.fields import field_types, section_of, switch_of
 from jaxpar.config.incompatible import TABLE, combinations
 from jaxpar.extend import Attention, component
-from tests.config.models import ATTENTION, BASE, DELTA, EXPERTS, GLU, LATENT, LAYER, OF_EXPERTS
+from tests.config.models import (
+    ATTENTION,
+    BASE,
+    DELTA,
+    EXPERTS,
+    GLU,
+    LATENT,
+    LAYER,
+    OF_EXPERTS,
+    setting,
+)
 
 
 @component
@@ -84,7 +94,6 @@ def layers_of(one: str, other: str) -> list[Layer]:
 EXAMPLES: dict[str, dict[str, Any]] = {
     "`optimizer.name` for whole matrices": {"optimizer.name": "muon"},
     "`parallel.remat` with host memory": {"parallel.remat": "dots_offload"},
-    "`model.mup`": {"model.mup.base_width": 64},
     "`model.mup.base_head_dim`": {"model.mup.base_head_dim": 32},
     "`train.probes`": {"train.probes": (object(),)},
     "`train.post_updates`": {"train.post_updates": (object(),)},
@@ -105,6 +114,8 @@ def fields_of(label: str) -> dict[str, Any]:
         one, _, other = label.partition(" and ")
         return fields_of(one) | fields_of(other)
     path, *said = re.findall(r"`([^`]*)`", label)
+    if section_of(field_types()[path]):  # enabled
+        return setting(switch_of(path), default_of(switch_of(path)))
     hint, default = field_types()[path], default_of(path)
     usual = {bool: [True, False], int: [0, 1, 2], float: [0.0, 0.1, 1.5], str: ["", "1:2"]}
     words = [word for one in (hint, *typing.get_args(hint)) for word in typing.get_args(one)]
@@ -113,7 +124,7 @@ def fields_of(label: str) -> dict[str, Any]:
         fits = [value for value in values if str(value) not in said]
     else:
         fits = [v for v in values if (str(v) in said if said else v != default)]
-    return {path: fits[-1]}
+    return setting(path, fits[-1])
 
 
 ROWS = [pytest.param(row, id=f"{row.one.label} x {row.other.label}") for row in TABLE]

@@ -189,8 +189,8 @@ BAD: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ),
     (
         {"train.loss": PLAIN, "dpo.beta": 0.1},
-        "it is a loss of pairs.*use --dpo.beta 0.0",
-        {"train.loss": PLAIN, "dpo.beta": 0.0},
+        "it is a loss of pairs.*use --dpo None",
+        {"train.loss": PLAIN, "dpo": None},
     ),
     ({"train.probes": probe()}, "must be a tuple.*,", {"train.probes": (probe(),)}),
     (

@@ -24,7 +24,8 @@ def places(cfg: Config) -> None:
         require(ok, cfg, path, "must name a folder", flag(path, default_of(path)))
     sources = [("data.mixture" if cfg.data.mixture else "data.path", s.path) for s in shares(cfg)]
     stored = ("data.held_out", "run.init_from", "distill.teacher")
-    for path, name in [*sources, *((other, value_of(cfg, other)) for other in stored)]:
+    of_stored = [(path, value_of(cfg, path)) for path in stored]
+    for path, name in [*sources, *(one for one in of_stored if one[1] is not None)]:
         check_path_or_address(path, name, "use " + flag(path, default_of(path)))
     for path in ("run.dir", "run.compilation_cache", "data.cache_dir"):
         check_path(path, value_of(cfg, path), "use " + flag(path, default_of(path)))

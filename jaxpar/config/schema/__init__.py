@@ -55,8 +55,10 @@ class Config:
     model: Model = field(default=_MODEL)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
-    dpo: DpoConfig = field(default_factory=DpoConfig)
-    distill: DistillConfig = field(default_factory=DistillConfig)
+    dpo: DpoConfig | None = None
+    """None: no preference loss."""
+    distill: DistillConfig | None = None
+    """None: no distillation."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -328,7 +328,7 @@ def head_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     reads += 3 if cfg.model.logits_softcap is not None else 0  # and the capped logits written
     moved = (reads * logit + shard.width) * n * shard.vocab
     flops = (4 + 2 * shard.trainable) * n * D * shard.vocab
-    if cfg.dpo.beta or cfg.distill.teacher:  # the backward computes the logits again
+    if cfg.dpo or cfg.distill:  # the backward computes the logits again
         flops, moved = flops + 2 * n * D * shard.vocab, moved + 2 * logit * n * shard.vocab
     once = Seconds(matmul=flops / rate, elementwise=moved / elementwise_rate(gpu))
     return once.times(1 + cfg.model.mtp_depth)
