@@ -147,7 +147,7 @@ class Trainer:
         self._fits.check_batch(batch)
         if not self._steps.has(batch):
             self._steps.prepare(state, batch)
-        return self._steps(state, batch, int(state.step) if self.cfg.diloco.every else 0)
+        return self._steps(state, batch, int(state.step) if self.cfg.diloco else 0)
 
     def evaluate(self, state: TrainState) -> float:
         """Return the loss on held-out text, in nats per token.

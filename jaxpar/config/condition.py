@@ -33,13 +33,17 @@ class Condition:
 
 
 def where(label: str, path: str, holds: Callable[[Any], Any], better: Any = _DEFAULT) -> Condition:
-    """A field has a value of some kind. Args:     better: of the fix, in place of the default."""
+    """A field has a value of some kind, in a section that is set.
+
+    Args:     better: of the fix, in place of the default.
+    """
     default = default_of(path) if better is _DEFAULT else better
+    section = path.rpartition(".")[0]
     in_python = path in FIELDS and path not in OR_NAMES  # values are set in Python alone
     fixes = () if in_python else (flag(path, default),)
     return Condition(
         label,
-        lambda cfg: bool(holds(value_of(cfg, path))),
+        lambda cfg: value_of(cfg, section) is not None and bool(holds(value_of(cfg, path))),
         lambda cfg: (path, _shown(value_of(cfg, path))),
         lambda cfg: fixes,
     )

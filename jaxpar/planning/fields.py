@@ -36,7 +36,7 @@ def read_fixed(text: str | None, cfg: Config) -> dict[str, Any]:
         if name in fixed:
             raise ConfigError("--fix", text, f"names {name} twice", f"use --fix {pair}")
         fixed[name] = _value(cfg, pair, name, value)
-    if cfg.diloco.every:
+    if cfg.diloco:
         fixed.setdefault("replica", cfg.parallel.replica)
     return fixed
 

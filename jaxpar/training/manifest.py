@@ -119,7 +119,7 @@ def write(
         "asked": dict(run.asked),
     }
     replicas = ""
-    if run.cfg.parallel.replica > 1 and not run.cfg.diloco.every:
+    if run.cfg.parallel.replica > 1 and not run.cfg.diloco:
         from jaxpar.planning.predict.communication import in_words_of_sums, sent_over_replicas
 
         replicas = in_words_of_sums(run.cfg)
@@ -143,7 +143,7 @@ def write(
         ("layers", in_words_of_layers(cfg.model.layers)),
         ("trained", adapters if size else ""),
         ("mup", in_words_of_mup(cfg.model)),
-        ("diloco", in_words_of_diloco(cfg) if cfg.diloco.every else ""),
+        ("diloco", in_words_of_diloco(cfg) if cfg.diloco else ""),
         ("replicas", replicas),
         ("devices", f"{manifest['device']}, mesh {manifest['mesh']}"),
         ("attention", run.attention),

@@ -68,7 +68,7 @@ def test_other_replicas_start_from_the_outer_weights(setup, then, now, capsys):
     assert jax.tree.map(lambda a: a.sharding, found) == state.state_shardings(other, other_mesh)
     said = capsys.readouterr().out
     assert "diloco     " in said and "from the checkpoint of step 3, with " in said
-    before, after = (c.parallel.replica * bool(c.diloco.every) for c in (cfg, other))
+    before, after = (c.parallel.replica * bool(c.diloco) for c in (cfg, other))
 
     def own(moment, to):
         """What each replica has of a former one's."""

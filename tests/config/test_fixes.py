@@ -57,7 +57,10 @@ CASES = {
         "llama4_scout",
         {"lora.rank": 4, "train.balance_loss": 0.1, "optimizer.qk_clip": 50.0},
     ),
-    "a feature's field alone": ("quickstart", {"lora.alpha": 8.0, "diloco.overlap": 2}),
+    "a feature's fields alone": (
+        "quickstart",
+        {"optimizer.ema_dtype": "bfloat16", "train.mtp_loss": 0.3},
+    ),
     "DiLoCo of experts": ("kimi_k2", {"diloco.overlap": 1, "diloco.every": 20}),
     "experts by a pattern": ("nemotron_3_nano", {"diloco.every": 1}),
     "experts between, in stages": (
@@ -301,9 +304,10 @@ def test_a_gpu_that_is_like_no_other_is_not_taken_for_the_largest():
 
 
 def test_a_default_comes_before_what_turns_something_on():
-    cfg = replace(BASE, **{"lora.alpha": 8.0})
+    path = "optimizer.ema_dtype"
+    cfg = replace(BASE, **{path: "bfloat16"})
     with pytest.raises(ConfigError) as error:
         check(cfg)
     ways = error.value.fix.removeprefix("use ").split(", or ")
-    defaults = [way == flag("lora.alpha", default_of("lora.alpha")) for way in ways]
+    defaults = [way == flag(path, default_of(path)) for way in ways]
     assert defaults == [True, *itertools.repeat(False, len(ways) - 1)] and len(ways) > 1

@@ -151,6 +151,15 @@ def test_rows_are_pairs_of_different_conditions():
     assert all(row.why and not row.why.endswith(".") for row in TABLE)
 
 
+def test_no_field_of_a_section_that_is_off_holds():
+    optional = {path for path, hint in field_types().items() if section_of(hint) is not hint}
+    conditions = [one for row in TABLE for one in (row.one, row.other)]
+    named = [(one, re.match("`([a-z_.]+)`", one.label)) for one in conditions]
+    inside = [one for one, path in named if path and path[1].rpartition(".")[0] in optional]
+    assert {one.label for one in inside} > {"`distill.cache`", "`diloco.fragments`"}
+    assert not [one.label for one in inside if one.holds(BASE)]
+
+
 def test_conditions_on_components_have_addresses():
     """Of a composed model, an error names the part of the layer."""
     more = {"parallel.context": "ring", "parallel.sequence": 2}

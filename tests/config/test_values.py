@@ -260,8 +260,8 @@ BAD: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ),
     (
         {"train.post_updates": (Twice(),)} | REPLICAS,
-        "replicas differ in their weights.*use --diloco.every 0",
-        {"train.post_updates": (Twice(),)} | REPLICAS | {"diloco.every": 0},
+        "replicas differ in their weights.*use --diloco None",
+        {"train.post_updates": (Twice(),)} | REPLICAS | {"diloco": None},
     ),
 ]
 

@@ -64,7 +64,8 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    diloco: DilocoConfig = field(default_factory=DilocoConfig)
+    diloco: DilocoConfig | None = None
+    """None: replicas sum their gradients at every step."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

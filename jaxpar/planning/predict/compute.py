@@ -410,7 +410,7 @@ def optimizer_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> float:
     masters both ways, and masters once more at the start of the step. A rule that needs matrices
     also iterates on them. Inner steps of DiLoCo leave its outer weights and momentum alone.
     """
-    weights, moments = state_bytes(replace(cfg, **{"diloco.every": 0, "diloco.overlap": 0}))
+    weights, moments = state_bytes(replace(cfg, diloco=None))
     moved = 5 * weights * shard.trainable + 2 * moments
     if uses_blocks(cfg.optimizer):
         moved += weights * shard.trainable + moments

@@ -83,7 +83,7 @@ def _bytes_on_device(
     compute: ComputeConfig,
     lora: LoraConfig,
     optimizer: OptimizerConfig,
-    diloco: DilocoConfig,
+    diloco: DilocoConfig | None,
     sizes: tuple[int, ...],
 ) -> tuple[int, int]:
     ways_of = dict(zip(AXES, sizes, strict=True))
@@ -92,7 +92,7 @@ def _bytes_on_device(
         cut = lambda leaf: math.prod(ways_of[axis] for axis in leaf.axes)  # noqa: E731
         return sum(leaf.size * leaf.itemsize // cut(leaf) for leaf in leaves)
 
-    replicas = ways_of[REPLICA] if diloco.every else 1
+    replicas = ways_of[REPLICA] if diloco else 1
     weights, rest = _state_leaves(model, compute, lora, optimizer, diloco, replicas)
     return on_device(weights), on_device(rest)
 
@@ -103,7 +103,7 @@ def _state_leaves(
     compute: ComputeConfig,
     lora: LoraConfig,
     optimizer: OptimizerConfig,
-    diloco: DilocoConfig,
+    diloco: DilocoConfig | None,
     replicas: int,
 ) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
     parallel = ParallelConfig(replica=replicas)

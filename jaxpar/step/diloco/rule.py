@@ -10,13 +10,14 @@ from jax import lax
 from jaxpar.config import Config
 from jaxpar.parallel.collectives import all_gather_invariant, all_to_all, psum
 from jaxpar.sharding.axes import REPLICA
+from jaxpar.step.diloco.trainers import section_of
 
 
 def nesterov(
     cfg: Config, outer: jax.Array, momentum: jax.Array, gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the new outer weights and momentum."""
-    d = cfg.diloco
+    d = section_of(cfg)
     momentum = d.outer_momentum * momentum + gradient
     return outer - d.outer_learning_rate * (gradient + d.outer_momentum * momentum), momentum
 
