@@ -224,7 +224,7 @@ class Trainer:
             fix = "save(), and use python -m jaxpar.sample"
             raise ConfigError("processes", peers.world_size(), rule, fix)
         cfg, params = self.cfg, state.params
-        if cfg.lora.rank:  # merging donates its arguments
+        if cfg.lora:  # merging donates its arguments
             params = adapters.merge(jax.tree.map(jnp.copy, params), cfg, self.mesh)
         whole = adapters.base_config(cfg)
         params = to_logical(TrainState((), params, ()), whole).params

@@ -52,9 +52,7 @@ def prepared(cfg: Config, sequences: int, length: int) -> Config:
     Raises:   ConfigError for a model that cannot be widened, or a run that trains other weights.
     """
     rule = "is not part of the check, which trains all weights of layers with attention"
-    if cfg.lora.rank > 0:
-        raise ConfigError("lora.rank", cfg.lora.rank, rule, "use --lora.rank 0")
-    for path in map(switch_of, ("dpo", "distill")):
+    for path in map(switch_of, ("lora", "dpo", "distill")):
         if (value := value_of(cfg, path)) is not None:
             raise ConfigError(path, value, rule, f"use {turning_off(path)[0]}")
     if cfg.model.recurrent:

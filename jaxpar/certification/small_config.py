@@ -140,7 +140,7 @@ def _base_model(m: Model, small: Model) -> dict[str, Any]:
 def _adapted(cfg: Config) -> Config:
     """Return the config with adapters that fit their matrices, and the factor of the config."""
     lora = cfg.lora
-    if not lora.rank:
+    if lora is None:
         return cfg
     sides = (least_side(cfg.model, target) for target in lora.targets.split(","))
     rank = min(lora.rank, *sides)

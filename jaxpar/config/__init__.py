@@ -7,7 +7,7 @@
 from jaxpar import components
 from jaxpar.components import *  # noqa: F403
 from jaxpar.config.errors import ConfigError
-from jaxpar.config.fields import default_of, flag, replace, require, value_of
+from jaxpar.config.fields import default_of, flag, present, replace, require, value_of
 from jaxpar.config.schema import (
     CheckpointConfig,
     ClusterConfig,
@@ -47,6 +47,7 @@ __all__ = [
     "TrainConfig",
     "default_of",
     "flag",
+    "present",
     "replace",
     "require",
     "value_of",

@@ -78,6 +78,12 @@ def switch_of(path: str) -> str:
     return f"{path}.{dataclasses.fields(section_of(field_types()[path]))[0].name}"
 
 
+def present[Section](section: Section | None) -> Section:
+    """Return an optional section, in code that only runs where a config has it."""
+    assert section is not None
+    return section
+
+
 def turning_off(path: str) -> tuple[str, ...]:
     """Return the option that ends the optional section that a field stands for, if it does."""
     section = path.rpartition(".")[0]

@@ -122,7 +122,7 @@ def _needs_matrices(rule: Any) -> bool:
     return rule in ("muon", "adafactor") or getattr(rule, "needs", "") == "matrices"
 
 
-LORA, MTP, MUP = changed("lora.rank"), changed("model.mtp_depth"), enabled("model.mup")
+LORA, MTP, MUP = enabled("lora"), changed("model.mtp_depth"), enabled("model.mup")
 DPO, TEACHER = enabled("dpo"), enabled("distill")
 LOSS, PROBES = changed("train.loss"), changed("train.probes")
 POST_UPDATES, SOURCE = changed("train.post_updates"), changed("data.source")

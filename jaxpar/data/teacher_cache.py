@@ -21,7 +21,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from msgspec import Meta
 
-from jaxpar.config import Config, ConfigError, declared, flag
+from jaxpar.config import Config, ConfigError, declared, flag, present
 from jaxpar.config.declared import Name
 from jaxpar.config.json_reader import UnreadableJson, read_json_object
 from jaxpar.data.formats.meta import token_dtype
@@ -149,8 +149,7 @@ class TeacherCache:
         Args:     sources: fingerprints of the training data. sequences: of each.
         Raises:   ConfigError if it is missing, incomplete, damaged, or of something else.
         """
-        d = cfg.distill
-        assert d
+        d = present(cfg.distill)
         self._folder, self.top_k = Path(d.cache), d.top_k
         about = read_about(self._folder)
         if about is None:
@@ -208,8 +207,7 @@ def check_fits(about: About, cfg: Config, sources: Sequence[str], sequences: Seq
 
     Raises:   ConfigError that names the field that differs.
     """
-    d = cfg.distill
-    assert d
+    d = present(cfg.distill)
     wanted: dict[str, tuple[Any, Any]] = {
         "data.seq_len": (about.seq_len, cfg.data.seq_len),
         "data.document_mask": (about.document_mask, cfg.data.document_mask),

@@ -209,7 +209,7 @@ def digest(folder: Path, step: int) -> str:
     saved = checkpoint.read_saved(folder, step)
     weights = {k: v for k, v in sorted(saved.fingerprints.items()) if k.startswith("params/")}
     parts: list[Any] = [weights, saved.config["model"]]
-    if (lora := saved.config.get("lora", {})).get("rank"):
+    if lora := saved.config.get("lora"):
         parts.append(lora)  # the adapters are merged by its scale
     return hash_of(parts)
 

@@ -48,7 +48,7 @@ class Origin:
     """The step of a run's checkpoint; None for a published model."""
     source: "PublishedModel | None"
     """The published model; None for a run."""
-    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    lora: LoraConfig | None = None
     """The adapters in a run's checkpoint."""
     changes: str = ""
     """The fields of the model that differ, in words; only those of `run.init_changes` may."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import Config, ConfigError, present, replace
 from jaxpar.data.teacher_cache import (
     ABOUT_FILE,
     FIELD,
@@ -79,8 +79,7 @@ def _about(run: Run, teacher: Teacher, folder: Path) -> About:
     Raises:   ConfigError if it is of something else.
     """
     cfg, loader = run.cfg, run.loader
-    d = cfg.distill
-    assert d
+    d = present(cfg.distill)
     batch = cfg.train.global_batch_size
     each = batch * cfg.data.seq_len * d.top_k * 8
     sources = [source.dataset.fingerprint for source in loader.sources]

@@ -235,8 +235,8 @@ BAD: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ),
     (
         {"train.probes": (probe(),)} | ADAPTERS,
-        "probes are among the trained weights.*use --lora.rank 0",
-        {"train.probes": (probe(),), "lora.rank": 0},
+        "probes are among the trained weights.*use --lora None",
+        {"train.probes": (probe(),), "lora": None},
     ),
     (
         {"train.probes": (probe("loss"),)},

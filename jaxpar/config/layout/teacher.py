@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxpar.config import Config, ConfigError, LoraConfig, value_of
+from jaxpar.config import Config, ConfigError, value_of
 from jaxpar.config.validate import resolve
 
 FIELD = "distill.teacher"
@@ -27,7 +27,7 @@ def config_of_teacher(student: Config, there: Config) -> Config:
         student,
         model=there.model,
         compute=compute,
-        lora=LoraConfig(),
+        lora=None,
         parallel=parallel,
         distill=None,
     )

@@ -54,7 +54,8 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     model: Model = field(default=_MODEL)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    lora: LoraConfig | None = None
+    """None: all weights are trained."""
     dpo: DpoConfig | None = None
     """None: no preference loss."""
     distill: DistillConfig | None = None

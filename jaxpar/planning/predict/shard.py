@@ -81,7 +81,7 @@ def feedback_bytes(cfg: Config) -> int:
 def _bytes_on_device(
     model: Model,
     compute: ComputeConfig,
-    lora: LoraConfig,
+    lora: LoraConfig | None,
     optimizer: OptimizerConfig,
     diloco: DilocoConfig | None,
     sizes: tuple[int, ...],
@@ -101,7 +101,7 @@ def _bytes_on_device(
 def _state_leaves(
     model: Model,
     compute: ComputeConfig,
-    lora: LoraConfig,
+    lora: LoraConfig | None,
     optimizer: OptimizerConfig,
     diloco: DilocoConfig | None,
     replicas: int,
@@ -190,7 +190,7 @@ class Shard:
     fsdp, expert_fsdp   number of FSDP shards, and of those of the experts' matrices.
     width               bytes of an element in the compute dtype.
     execution           how the config is executed on GPUs.
-    trainable           whether training updates the parameters. With adapters (`lora.rank`) they
+    trainable           whether training updates the parameters. With adapters (`lora`) they
                         are frozen, without gradients or moments. Adapters are too small to count.
     imbalance           load of the fullest rank of the expert axis, relative to the mean.
     """
@@ -265,7 +265,7 @@ def shard_of(cfg: Config, imbalance: float = EXPERT_IMBALANCE) -> Shard:
         expert_fsdp=ways(cfg, EXPERT_FSDP_AXES),
         width=jnp.dtype(cfg.compute.dtype).itemsize,
         execution=execution,
-        trainable=cfg.lora.rank == 0,
+        trainable=cfg.lora is None,
         imbalance=imbalance if expert_ways(p) > 1 else 1.0,
     )
 

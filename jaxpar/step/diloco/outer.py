@@ -14,13 +14,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxpar.config import Config
+from jaxpar.config import Config, present
 from jaxpar.sharding.params import flat
 from jaxpar.step.diloco import overlap
 from jaxpar.step.diloco.fragments import Fragment, tree
 from jaxpar.step.diloco.rule import mean_of_replicas, nesterov
 from jaxpar.step.diloco.schedule import applied, begun, due, overlap_of
-from jaxpar.step.diloco.trainers import MOMENTUM, WEIGHTS, section_of
+from jaxpar.step.diloco.trainers import MOMENTUM, WEIGHTS
 from jaxpar.step.state import TrainState, state_shardings, state_specs
 
 
@@ -127,7 +127,7 @@ def outer_step(cfg: Config, fragment: int, params: Any, diloco: Any) -> tuple[An
     for name in here.names:
         before, then = here.part(name, outer[name]), here.part(name, momentum[name])
         gradient = before - here.part(name, own[name][0])
-        mean = mean_of_replicas(gradient, section_of(cfg).outer_dtype)
+        mean = mean_of_replicas(gradient, present(cfg.diloco).outer_dtype)
         new, then = nesterov(cfg, before, then, mean)
         outer[name] = here.put(name, outer[name], new)
         momentum[name] = here.put(name, momentum[name], then)

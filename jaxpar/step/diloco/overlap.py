@@ -20,14 +20,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.config import Config
+from jaxpar.config import Config, present
 from jaxpar.model.parameters import specs_of
 from jaxpar.parallel.collectives import varying_axes
 from jaxpar.sharding.params import flat
 from jaxpar.step.diloco.fragments import Fragment, is_layers, tree
 from jaxpar.step.diloco.rule import mean_of_replicas, nesterov
 from jaxpar.step.diloco.schedule import overlap_of, spacing
-from jaxpar.step.diloco.trainers import MOMENTUM, WEIGHTS, for_each, num_trainers, section_of
+from jaxpar.step.diloco.trainers import MOMENTUM, WEIGHTS, for_each, num_trainers
 from jaxpar.step.metrics import Step
 
 EXCHANGE = OUTGOING, ARRIVED = "outgoing", "arrived"
@@ -40,7 +40,7 @@ def nothing_exchanged(params: Any, cfg: Config) -> dict[str, Any]:
     """
     if not overlap_of(cfg):
         return {}
-    specs, n = flat(specs_of(cfg)), section_of(cfg).fragments
+    specs, n = flat(specs_of(cfg)), present(cfg.diloco).fragments
 
     def zeros(name: str, x: jax.Array) -> jax.Array:
         return jnp.zeros_like(x[: x.shape[0] // n] if is_layers(specs[name]) else x)
@@ -79,12 +79,12 @@ def programs_of_steps(cfg: Config) -> list[int | None]:
     """
     if not overlap_of(cfg):
         return [None]
-    return [None, *sorted({same_program(cfg, i) for i in range(section_of(cfg).fragments)})]
+    return [None, *sorted({same_program(cfg, i) for i in range(present(cfg.diloco).fragments)})]
 
 
 def same_program(cfg: Config, fragment: int) -> int:
     """Return the first fragment that has the same arrays."""
-    return fragment if fragment in (0, section_of(cfg).fragments - 1) else 1
+    return fragment if fragment in (0, present(cfg.diloco).fragments - 1) else 1
 
 
 # ------------------------------------------------- inside the shard_map, on local shards
@@ -109,7 +109,7 @@ def exchange(cfg: Config, fragment: int, diloco: Any) -> Any:
     """
     outgoing, arrived = flat(diloco[OUTGOING]), flat(diloco[ARRIVED])
     for name in Fragment(cfg, fragment).names:
-        arrived[name] = mean_of_replicas(outgoing[name][0], section_of(cfg).outer_dtype)
+        arrived[name] = mean_of_replicas(outgoing[name][0], present(cfg.diloco).outer_dtype)
     return diloco | {ARRIVED: tree(arrived)}
 
 
@@ -151,7 +151,7 @@ def _with_parts(
 
     The last parts overlap if the elements do not divide: the same means are written again.
     """
-    d = section_of(cfg)
+    d = present(cfg.diloco)
     sizes = {name: -(-x.size // d.overlap) for name, x in own.items()}
     starts = {name: jnp.minimum(number * n, own[name].size - n) for name, n in sizes.items()}
     parts = [lax.dynamic_slice(x.ravel(), (starts[k],), (sizes[k],)) for k, x in own.items()]
@@ -169,7 +169,7 @@ def apply(cfg: Config, fragment: int, params: Any, diloco: Any) -> tuple[Any, An
     Each replica has trained on since the exchange began: its weights become a mix of its own and
     the outer ones.
     """
-    here, keep, outer = Fragment(cfg, fragment), section_of(cfg).mixing, flat(params)
+    here, keep, outer = Fragment(cfg, fragment), present(cfg.diloco).mixing, flat(params)
     momentum, own, arrived = (flat(diloco[key]) for key in (MOMENTUM, WEIGHTS, ARRIVED))
     for name in here.names:
         before = here.part(name, outer[name]), here.part(name, momentum[name])

@@ -7,8 +7,7 @@ applied after the last of them.
 Source:   Douillard et al. 2025 (2501.18512), section 2: algorithm 2.
 """
 
-from jaxpar.config import Config
-from jaxpar.step.diloco.trainers import section_of
+from jaxpar.config import Config, present
 
 
 def due(done: int, cfg: Config) -> list[int]:
@@ -57,5 +56,5 @@ def overlap_of(cfg: Config) -> int:
 
 def spacing(cfg: Config) -> int:
     """Return the inner steps between the outer steps of two fragments."""
-    d = section_of(cfg)
+    d = present(cfg.diloco)
     return d.every // d.fragments

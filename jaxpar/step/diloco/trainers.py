@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpar.config import Config, DilocoConfig
+from jaxpar.config import Config
 from jaxpar.sharding.axes import REPLICA
 
 WEIGHTS, MOMENTUM = "weights", "momentum"
@@ -25,12 +25,6 @@ WEIGHTS, MOMENTUM = "weights", "momentum"
 def num_trainers(cfg: Config) -> int:
     """Return the number of replicas that train on their own; 0 without DiLoCo."""
     return cfg.parallel.replica if cfg.diloco else 0
-
-
-def section_of(cfg: Config) -> DilocoConfig:
-    """Return the section of a config with DiLoCo."""
-    assert cfg.diloco is not None
-    return cfg.diloco
 
 
 def trainer_axes(cfg: Config, axes: tuple[str, ...]) -> tuple[str, ...]:

@@ -39,7 +39,7 @@ class SweepFile(msgspec.Struct, frozen=True, kw_only=True):
 
     axes: list[Name]
     """The fields of the grid."""
-    config: dict[str, dict[str, Any]]
+    config: dict[str, dict[str, Any] | None]
     """What all runs have in common."""
     ended: dict[str, Annotated[int, msgspec.Meta(ge=0, le=255)]] = {}
     """Exit codes by the name of a run."""
