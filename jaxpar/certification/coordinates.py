@@ -63,7 +63,7 @@ def prepared(cfg: Config, sequences: int, length: int) -> Config:
     made = Config(
         model=cfg.model,
         compute=cfg.compute,
-        optimizer=dataclasses.replace(cfg.optimizer.averaging(False), **rate),  # type: ignore[arg-type]
+        optimizer=dataclasses.replace(cfg.optimizer, ema=None, **rate),  # type: ignore[arg-type]
         train=TrainConfig(global_batch_size=sequences, seed=cfg.train.seed),
         data=DataConfig(seq_len=length, document_mask=cfg.data.document_mask),
         parallel=ParallelConfig(data=1, layer_loop=cfg.parallel.layer_loop),

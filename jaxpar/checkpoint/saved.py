@@ -5,7 +5,7 @@ Reads only names and small files, so that a program can decide before it writes 
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Required, TypedDict
@@ -324,7 +324,7 @@ def check_fields(cfg: Config, saved: Saved, paths: Iterable[str], fix: str) -> N
         if path in changed:
             then, now = changed[path]
             to = f"to {then!r}"
-            if (section := path.partition(".")[0]) in _OPTIONAL and then is None:
+            if (section := path.rpartition(".")[0]) in _OPTIONAL and then is None:
                 to = f"with {flag(section, None)}"
             raise ConfigError(path, now, f"{saved} has {then!r}", f"{fix} {to}")
 
@@ -334,24 +334,22 @@ def by_path(config: dict[str, Any]) -> dict[str, Any]:
 
     Fields of an optional section that is None, or that the writing version did not have, are None.
     """
-    found = {path: None for fields in _OPTIONAL.values() for path in fields}
-    for name, section in config.items():
-        for key, value in (section or {}).items():
-            path = f"{name}.{key}"
-            inner = value if path in _WITHIN and isinstance(value, dict) else {"": value}
-            found |= {f"{path}.{k}" if k else path: v for k, v in inner.items()}
-    return found
+    found = {path: None for path in field_types() if path.rpartition(".")[0] in _OPTIONAL}
+    return found | dict(_leaves(config, ""))
 
 
-#: Sections within a section, which are never None.
-_WITHIN = [p for p, hint in field_types().items() if "." in p and section_of(hint) is hint]
+def _leaves(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        path = prefix + name
+        if section_of(field_types().get(path)) is None:
+            yield path, value
+        elif isinstance(value, dict):
+            yield from _leaves(value, f"{path}.")
 
-#: The fields of optional sections, by section.
-_OPTIONAL = {
-    name: [path for path in field_types() if path.startswith(f"{name}.")]
-    for name, hint in field_types().items()
-    if "." not in name and section_of(hint) is not hint
-}
+
+#: Sections that may be None.
+_OPTIONAL = {path for path, hint in field_types().items() if section_of(hint) is not hint}
+_OPTIONAL = {path for path in _OPTIONAL if section_of(field_types()[path]) is not None}
 
 #: Fields of the model that may change when a run resumes.
 FREE_MODEL_FIELDS = {"init_std"}

@@ -8,7 +8,6 @@ combinations are one table, `incompatible.py`, and so is divisibility, `rules/di
 
 from jaxpar.config import Config
 from jaxpar.config.explain import Rule, collected, explained
-from jaxpar.config.features import of_features
 from jaxpar.config.incompatible import combinations
 from jaxpar.config.lists.shares import fill_shares
 from jaxpar.config.resolve import (
@@ -89,7 +88,7 @@ _RULES: tuple[Rule, ...] = (
     combinations,
     *(remat, saving, guards, profile, sinks, interleaving, automatic, compressed_sums),
     *(experts, lora, mup, multi_token_prediction),
-    *(evaluation, best, distillation, of_features, diloco, own_values),
+    *(evaluation, best, distillation, diloco, own_values),
 )
 _OF_MESH = (float8_of_components, divisibility, blocks_of_moments, enough_microbatches)
 

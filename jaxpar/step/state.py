@@ -95,7 +95,7 @@ def abstract_weights(cfg: Config, mesh: Mesh) -> dict[str, Any]:
     They are the parameters; with a moving average, the average and the parameters that are frozen.
     """
     logical = abstract_logical(cfg, mesh)
-    if not cfg.optimizer.averages:
+    if not cfg.optimizer.ema:
         return {"params": logical.params}
     _, frozen = split(logical.params, specs_of(cfg))
     return {AVERAGED: logical.extra[AVERAGED]} | ({"params": frozen} if frozen else {})

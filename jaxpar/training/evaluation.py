@@ -152,7 +152,7 @@ class Evaluation:
         """
         regular = self._every > 0 and (done % self._every == 0 or at_end)
         names = list(self.data.repeated) if regular else []
-        if regular and self.cfg.optimizer.averages:
+        if regular and self.cfg.optimizer.ema:
             names.insert(1, AVERAGED)
         return names + (self.at_end if at_end else [])
 

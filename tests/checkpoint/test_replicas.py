@@ -55,7 +55,7 @@ def test_the_same_replicas_come_back_bit_for_bit(setup):
         slow(replicas(4), replicas(2)),
         slow(replicas(2), replicas(0)),
         slow(replicas(2), replicas(0, **BFLOAT16)),
-        slow(replicas(2), replicas(0, **{"optimizer.ema_decay": 0.9})),
+        slow(replicas(2), replicas(0, **{"optimizer.ema.decay": 0.9})),
         slow(replicas(0), replicas(2)),
         slow(replicas(0, **BFLOAT16), replicas(2)),
     ],

@@ -45,8 +45,8 @@ def test_what_may_be():
         ({"lora.rank": 4}, r"rank = 4: .*: replicas would share the frozen weights"),
         ({"optimizer.name": "muon"}, r"'muon': .*: all replicas share the work on matrices"),
         (
-            {"optimizer.ema_decay": 0.9},
-            r"ema_decay = 0\.9: .* do not change the weights to average",
+            {"optimizer.ema.decay": 0.9},
+            r"ema.decay = 0\.9: .* do not change the weights to average",
         ),
         (
             {"optimizer.offload": True},

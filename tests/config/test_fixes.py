@@ -59,7 +59,7 @@ CASES = {
     ),
     "a feature's fields alone": (
         "quickstart",
-        {"optimizer.ema_dtype": "bfloat16", "train.mtp_loss": 0.3},
+        {"data.length_keeps": "sequences", "train.mtp_loss": 0.3},
     ),
     "DiLoCo of experts": ("kimi_k2", {"diloco.overlap": 1, "diloco.every": 20}),
     "experts by a pattern": ("nemotron_3_nano", {"diloco.every": 1}),
@@ -304,8 +304,8 @@ def test_a_gpu_that_is_like_no_other_is_not_taken_for_the_largest():
 
 
 def test_a_default_comes_before_what_turns_something_on():
-    path = "optimizer.ema_dtype"
-    cfg = replace(BASE, **{path: "bfloat16"})
+    path = "train.mtp_loss"
+    cfg = replace(BASE, **{path: 0.3})
     with pytest.raises(ConfigError) as error:
         check(cfg)
     ways = error.value.fix.removeprefix("use ").split(", or ")

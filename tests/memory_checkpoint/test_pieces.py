@@ -69,8 +69,8 @@ MOVES = {
         OF_EXPERTS | {"parallel.expert": 2, "parallel.tensor": 2},
     ),
     "replicas with an average": (
-        {"parallel.replica": 2, "parallel.data": 2, "optimizer.ema_decay": 0.9},
-        {"parallel.data": 8, "optimizer.ema_decay": 0.9},
+        {"parallel.replica": 2, "parallel.data": 2, "optimizer.ema.decay": 0.9},
+        {"parallel.data": 8, "optimizer.ema.decay": 0.9},
     ),
     "moments on the host": (DATA_4 | {"optimizer.offload": True}, DATA_4),
     "small moments": (

@@ -20,7 +20,7 @@ from tests.slow import slow
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
 WORDS = """--train.num-steps 14 --train.log-every 1 --checkpoint.every 14 --evaluation.every 0
---optimizer.ema-decay 0.9""".split()
+--optimizer.ema.decay 0.9""".split()
 COPIES = ["--checkpoint.memory-every", "2"]
 
 

@@ -69,7 +69,7 @@ RUNS = {
     "moments on the host": (1, "--optimizer.offload True"),
     "replicas, with a moving average": (
         2,
-        "--parallel.replica 2 --guard.replica-check-every 2 --optimizer.ema-decay 0.9"
+        "--parallel.replica 2 --guard.replica-check-every 2 --optimizer.ema.decay 0.9"
         " --optimizer.ema-dtype bfloat16",
     ),
 }

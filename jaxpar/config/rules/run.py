@@ -93,7 +93,7 @@ def evaluation(cfg: Config) -> None:
 def best(cfg: Config) -> None:
     """Check that the best checkpoint has a metric that is evaluated, and can be saved."""
     path, name, e = "checkpoint.best", cfg.checkpoint.best, cfg.evaluation
-    names = [HELD_OUT, *([AVERAGED] if cfg.optimizer.averages else [])]
+    names = [HELD_OUT, *([AVERAGED] if cfg.optimizer.ema else [])]
     names += [one.name for one in held_out_sets(cfg)]
     rule = f"must be what is evaluated, {', '.join(names)}, or empty"
     require(not name or name in names, cfg, path, rule, flag(path, HELD_OUT))

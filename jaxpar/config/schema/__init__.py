@@ -15,7 +15,7 @@ from jaxpar.config.schema.data import DataConfig
 from jaxpar.config.schema.diloco import DilocoConfig
 from jaxpar.config.schema.metrics import MetricsConfig, ProfileConfig
 from jaxpar.config.schema.objectives import DistillConfig, DpoConfig
-from jaxpar.config.schema.optimizer import OptimizerConfig
+from jaxpar.config.schema.optimizer import EmaConfig, OptimizerConfig
 from jaxpar.config.schema.parallel import ClusterConfig, ParallelConfig
 from jaxpar.config.schema.run import CheckpointConfig, GuardConfig, RunConfig
 from jaxpar.config.schema.train import EvaluationConfig, LoraConfig, TrainConfig
@@ -29,6 +29,7 @@ __all__ = [
     "DilocoConfig",
     "DistillConfig",
     "DpoConfig",
+    "EmaConfig",
     "EvaluationConfig",
     "GuardConfig",
     "LoraConfig",
