@@ -21,7 +21,7 @@ from jaxpar.config import (
 )
 from jaxpar.config.declared import Count
 from jaxpar.config.features import declarations
-from jaxpar.config.fields import field_types, section_of
+from jaxpar.config.fields import field_types, optional_sections, section_of
 from jaxpar.config.json_reader import UnreadableJson, read_json_object
 from jaxpar.config.rules.paths import absolute
 from jaxpar.config.schema.optimizer import AVERAGED, Weights
@@ -324,7 +324,7 @@ def check_fields(cfg: Config, saved: Saved, paths: Iterable[str], fix: str) -> N
         if path in changed:
             then, now = changed[path]
             to = f"to {then!r}"
-            if (section := path.rpartition(".")[0]) in _OPTIONAL and then is None:
+            if (section := path.rpartition(".")[0]) in optional_sections() and then is None:
                 to = f"with {flag(section, None)}"
             raise ConfigError(path, now, f"{saved} has {then!r}", f"{fix} {to}")
 
@@ -334,8 +334,8 @@ def by_path(config: dict[str, Any]) -> dict[str, Any]:
 
     Fields of an optional section that is None, or that the writing version did not have, are None.
     """
-    found = {path: None for path in field_types() if path.rpartition(".")[0] in _OPTIONAL}
-    return found | dict(_leaves(config, ""))
+    off = {path: None for path in field_types() if path.rpartition(".")[0] in optional_sections()}
+    return off | dict(_leaves(config, ""))
 
 
 def _leaves(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -346,10 +346,6 @@ def _leaves(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         elif isinstance(value, dict):
             yield from _leaves(value, f"{path}.")
 
-
-#: Sections that may be None.
-_OPTIONAL = {path for path, hint in field_types().items() if section_of(hint) is not hint}
-_OPTIONAL = {path for path in _OPTIONAL if section_of(field_types()[path]) is not None}
 
 #: Fields of the model that may change when a run resumes.
 FREE_MODEL_FIELDS = {"init_std"}

@@ -20,7 +20,7 @@ from jaxpar.config import Config, ConfigError, default_of, flag, replace, value_
 from jaxpar.config.addresses import addresses_layers, with_addressed
 from jaxpar.config.code import take_code, with_code
 from jaxpar.config.config_file import known_configs, load_config
-from jaxpar.config.errors import ConfigErrors
+from jaxpar.config.errors import joined
 from jaxpar.config.explain import collected
 from jaxpar.config.fields import field_types, leaf_paths, unknown_field
 from jaxpar.config.model_source import ModelReader, apply_source, take_source
@@ -165,7 +165,7 @@ def parse_overrides(
         except ConfigError as error:
             wrong.append(error)
     if wrong:
-        raise wrong[0] if len(wrong) == 1 else ConfigErrors(wrong)
+        raise joined(wrong)
     cfg = replace(cfg, **flags)
     if wrong_types(cfg):  # of a config file, which `check` reports
         return cfg

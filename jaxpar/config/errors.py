@@ -28,6 +28,11 @@ class ConfigErrors(ConfigError):
         self.args = (f"{len(errors)} rules are broken." + "".join(lines),)
 
 
+def joined(errors: Sequence[ConfigError]) -> ConfigError:
+    """Return errors as one."""
+    return errors[0] if len(errors) == 1 else ConfigErrors(errors)
+
+
 def _short(text: str) -> str:
     """Leave out the middle of a long text, such as a name from a damaged file."""
     half = MAX_PART // 2

@@ -66,16 +66,22 @@ def default_of(path: str) -> Any:
     return node
 
 
+@functools.cache
+def optional_sections() -> dict[str, Any]:
+    """Return the sections that may be None: the path and the class of each."""
+    found = {path: section_of(hint) for path, hint in field_types().items()}
+    return {path: cls for path, cls in found.items() if cls not in (None, field_types()[path])}
+
+
 def is_required(path: str) -> bool:
-    """Return whether a field has no default, in a section that is None by default."""
+    """Return whether a field of an optional section has no default."""
     section, _, name = path.rpartition(".")
-    hint = field_types().get(section)
-    return section_of(hint) is not hint and name in required_fields(section_of(hint))
+    return section in optional_sections() and name in required_fields(optional_sections()[section])
 
 
 def switch_of(path: str) -> str:
     """Return the field that stands for an optional section: its first, such as "lora.rank"."""
-    return f"{path}.{dataclasses.fields(section_of(field_types()[path]))[0].name}"
+    return f"{path}.{dataclasses.fields(optional_sections()[path])[0].name}"
 
 
 def present[Section](section: Section | None) -> Section:
@@ -87,8 +93,7 @@ def present[Section](section: Section | None) -> Section:
 def turning_off(path: str) -> tuple[str, ...]:
     """Return the option that ends the optional section that a field stands for, if it does."""
     section = path.rpartition(".")[0]
-    hint = field_types().get(section)
-    stands = section_of(hint) is not hint and switch_of(section) == path
+    stands = section in optional_sections() and switch_of(section) == path
     return (flag(section, None),) if stands else ()
 
 
@@ -251,7 +256,7 @@ def replace(cfg: Config, **values: Any) -> Config:
     `replace(cfg, **{"model.block.mixer.num_heads": 8})`. A component may be given whole, and so may
     `model.layers`: `replace(cfg, **{"model.block.feed_forward": Mlp(512)})`.
 
-    Raises:   ConfigError for a path that is not a field, and for a section that misses one.
+    Raises:   ConfigError for a path that is not a field, and for a required one that is missing.
     """
     from jaxpar.config.addresses import (  # which imports this
         addresses_layers,

@@ -41,7 +41,10 @@ def _build(cls: Any, values: Any, prefix: str) -> Any:
             error = unknown_field(prefix + name, value)
             raise ConfigError(error.field, value, error.rule, f"remove it, or {error.fix}")
     built = {name: _built(hints[name], v, prefix + name) for name, v in values.items()}
-    return make_section(cls, prefix.rstrip("."), built)
+    try:
+        return make_section(cls, prefix.rstrip("."), built)
+    except ConfigError as error:
+        raise ConfigError(error.field, "", error.rule, "add it, or leave out the section") from None
 
 
 def _built(hint: Any, value: Any, path: str) -> Any:

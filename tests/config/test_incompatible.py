@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxpar.config import Glu, KimiDeltaAttention, Layer, Mlp, QkNorm, default_of, replace
-from jaxpar.config.fields import field_types, section_of, switch_of
+from jaxpar.config.fields import field_types, optional_sections, switch_of
 from jaxpar.config.incompatible import TABLE, combinations
 from jaxpar.extend import Attention, component
 from tests.config.models import (
@@ -114,7 +114,7 @@ def fields_of(label: str) -> dict[str, Any]:
         one, _, other = label.partition(" and ")
         return fields_of(one) | fields_of(other)
     path, *said = re.findall(r"`([^`]*)`", label)
-    if section_of(field_types()[path]):  # enabled
+    if path in optional_sections():  # enabled
         return setting(switch_of(path), default_of(switch_of(path)))
     hint, default = field_types()[path], default_of(path)
     usual = {bool: [True, False], int: [0, 1, 2], float: [0.0, 0.1, 1.5], str: ["", "1:2"]}
@@ -152,10 +152,11 @@ def test_rows_are_pairs_of_different_conditions():
 
 
 def test_no_field_of_a_section_that_is_off_holds():
-    optional = {path for path, hint in field_types().items() if section_of(hint) is not hint}
     conditions = [one for row in TABLE for one in (row.one, row.other)]
     named = [(one, re.match("`([a-z_.]+)`", one.label)) for one in conditions]
-    inside = [one for one, path in named if path and path[1].rpartition(".")[0] in optional]
+    inside = [
+        one for one, path in named if path and path[1].rpartition(".")[0] in optional_sections()
+    ]
     assert {one.label for one in inside} > {"`distill.cache`", "`diloco.fragments`"}
     assert not [one.label for one in inside if one.holds(BASE)]
 

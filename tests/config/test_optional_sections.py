@@ -11,15 +11,14 @@ from jaxpar.config import Config, ConfigError, default_of, flag, present, replac
 from jaxpar.config.command_line import parse_overrides, read_config
 from jaxpar.config.config_file import load_config
 from jaxpar.config.explain import fixes_of, options_in
-from jaxpar.config.fields import field_types, is_required, leaf_paths, section_of, switch_of
+from jaxpar.config.fields import is_required, leaf_paths, optional_sections, switch_of
 from jaxpar.config.serialize import from_json, to_json
 from jaxpar.config.values import to_values
 from jaxpar.planning.fields import changes
 from jaxpar.tools.sweeps.grid import points_of
 from tests.config.models import BASE, setting
 
-SECTIONS = [path for path, hint in field_types().items() if section_of(hint) is not hint]
-SECTIONS = [path for path in SECTIONS if section_of(field_types()[path])]
+SECTIONS = list(optional_sections())
 
 #: Each field of each, beside the required ones.
 FIELDS = [
@@ -77,7 +76,8 @@ def test_a_required_field_that_is_missing_is_named(path):
     name = other.rpartition(".")[2]
     with pytest.raises(ConfigError, match=at_once):
         from_json(json.dumps({section: {name: default_of(other)}}))
-    with pytest.raises(ConfigError, match=rf"^{path} = .*and the section is set"):
+    said = rf"^{path} = '': .*and the section is set\. Fix: add it, or leave out the section"
+    with pytest.raises(ConfigError, match=said):
         from_json(json.dumps({section: {}}))
     assert from_json(json.dumps({section: None})) == Config()
 
