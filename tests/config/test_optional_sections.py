@@ -31,14 +31,29 @@ def words(fields: dict) -> list[str]:
     return [word for path, value in fields.items() for word in (flag(path), str(value))]
 
 
+def nested(section: str, value: dict | None) -> dict:
+    """The JSON of a section alone."""
+    for name in reversed(section.split(".")):
+        value = {name: value}
+    return value
+
+
 def turned_on(section: str) -> dict:
     """Fields that turn a section on."""
     return setting(switch_of(section), default_of(switch_of(section)))
 
 
 def test_the_sections_that_are_off_by_default():
-    assert {"dpo", "distill", "diloco", "lora", "optimizer.ema", "model.mup"} == {*SECTIONS}
-    assert {"distill.teacher", "diloco.every", "lora.rank"} == {*REQUIRED}
+    assert {*SECTIONS} == {
+        *("dpo", "distill", "diloco", "lora"),
+        *("optimizer.ema", "checkpoint.memory", "model.mup"),
+    }
+    assert {*REQUIRED} == {
+        "distill.teacher",
+        "diloco.every",
+        "lora.rank",
+        "checkpoint.memory.every",
+    }
     assert all(value_of(Config(), section) is None for section in SECTIONS)
     with pytest.raises(AssertionError):
         present(Config().lora)
@@ -75,11 +90,11 @@ def test_a_required_field_that_is_missing_is_named(path):
         replace(BASE, **{other: default_of(other)})
     name = other.rpartition(".")[2]
     with pytest.raises(ConfigError, match=at_once):
-        from_json(json.dumps({section: {name: default_of(other)}}))
+        from_json(json.dumps(nested(section, {name: default_of(other)})))
     said = rf"^{path} = '': .*and the section is set\. Fix: add it, or leave out the section"
     with pytest.raises(ConfigError, match=said):
-        from_json(json.dumps({section: {}}))
-    assert from_json(json.dumps({section: None})) == Config()
+        from_json(json.dumps(nested(section, {})))
+    assert from_json(json.dumps(nested(section, None))) == Config()
 
 
 @pytest.mark.parametrize("section", SECTIONS)

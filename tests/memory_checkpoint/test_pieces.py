@@ -41,7 +41,7 @@ def setup(tmp_path, devices):
     places = {"run.dir": str(tmp_path / "run"), "data.path": data, "parallel.data": 1}
 
     def make(**values):
-        cfg = config.replace(Config(), **STATE | places | {"checkpoint.memory_every": 1} | values)
+        cfg = config.replace(Config(), **STATE | places | {"checkpoint.memory.every": 1} | values)
         p = cfg.parallel
         n = p.pipeline * p.replica * p.data * p.expert * p.sequence * p.tensor
         return resolve(cfg, n), make_mesh(cfg.parallel, devices[:n])

@@ -70,7 +70,7 @@ RUNS = {
     "replicas, with a moving average": (
         2,
         "--parallel.replica 2 --guard.replica-check-every 2 --optimizer.ema.decay 0.9"
-        " --optimizer.ema-dtype bfloat16",
+        " --optimizer.ema.dtype bfloat16",
     ),
 }
 

@@ -1,6 +1,7 @@
 """Rules about a run: its paths, schedule, checkpoints, evaluation and profile."""
 
 from jaxpar.config import Config, default_of, flag, require, value_of
+from jaxpar.config.fields import turning_off
 from jaxpar.config.lists.held_out_sets import HELD_OUT, held_out_sets
 from jaxpar.config.lists.init_changes import CHANGEABLE
 from jaxpar.config.lists.mixture import shares
@@ -75,10 +76,10 @@ def saving(cfg: Config) -> None:
     path = "checkpoint.resume"
     ok = cfg.checkpoint.resume != "must" or every > 0
     require(ok, cfg, path, needs, some, flag(path, "auto"))
-    path = "checkpoint.memory_every"
+    path, memory = "checkpoint.memory.every", cfg.checkpoint.memory
     rule = f"must be at most checkpoint.every = {every}, whose checkpoints would always be newer"
-    ok = every == 0 or cfg.checkpoint.memory_every <= every
-    require(ok, cfg, path, rule, flag(path, max(every // 10, 1)), flag(path, 0))
+    ok = memory is None or every == 0 or memory.every <= every
+    require(ok, cfg, path, rule, flag(path, max(every // 10, 1)), *turning_off(path))
 
 
 def evaluation(cfg: Config) -> None:

@@ -17,7 +17,7 @@ from jaxpar.config.schema.metrics import MetricsConfig, ProfileConfig
 from jaxpar.config.schema.objectives import DistillConfig, DpoConfig
 from jaxpar.config.schema.optimizer import EmaConfig, OptimizerConfig
 from jaxpar.config.schema.parallel import ClusterConfig, ParallelConfig
-from jaxpar.config.schema.run import CheckpointConfig, GuardConfig, RunConfig
+from jaxpar.config.schema.run import CheckpointConfig, GuardConfig, MemoryConfig, RunConfig
 from jaxpar.config.schema.train import EvaluationConfig, LoraConfig, TrainConfig
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "EvaluationConfig",
     "GuardConfig",
     "LoraConfig",
+    "MemoryConfig",
     "MetricsConfig",
     "OptimizerConfig",
     "ParallelConfig",
