@@ -106,9 +106,9 @@ def resolve(cfg: Config, num_devices: int, *, explain: bool = True) -> Config:
     Returns:  a config whose mesh axes multiply to num_devices.
     Raises:   ConfigError for the broken rules.
     """
-    collected((wrong_sections,), cfg)
     if not explain:
         return _resolved(cfg, num_devices)
+    collected((wrong_sections,), cfg)
     return explained(_resolved, cfg, num_devices)
 
 
