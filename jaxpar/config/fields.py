@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import itertools
+import re
 import shlex
 import types
 import typing
@@ -220,7 +221,10 @@ def unknown_field(
     beside = [one for one in names if one.startswith(section + ".")]
     alias = ALIASES.get(name, "")
     name = alias.rpartition(".")[2] or name
-    meant = [alias] if alias in names else [one for one in names if names[one] == name]
+    words = re.sub("[._-]", "", path)
+    meant = [one for one in names if re.sub("[._-]", "", one) == words]  # lora_rank is lora.rank
+    named = sorted((one for one in names if names[one] == name), key=lambda one: one.count("."))
+    meant = meant or ([alias] if alias in names else named)
     meant = meant or [alias] * bool(alias)
     if not meant and beside:
         near = difflib.get_close_matches(name, [names[one] for one in beside], n=1)
