@@ -1,6 +1,6 @@
-"""What is known of features of steps without JAX: rules, names in profiles.
+"""What is known of features of steps without JAX: what turns them on, what they keep.
 
-A file of this folder has the `DECLARATION` of a feature. What checks configs, plans and reads
+A file of this folder has the `DECLARATION` of a feature. What restores, plans and reads
 profiles finds it here, and names no feature.
 """
 
