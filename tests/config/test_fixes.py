@@ -71,6 +71,10 @@ CASES = {
         "llama3_70b",
         {f"{SCALING}.beta_fast": 8.0, f"{SCALING}.low_freq_factor": 2.0},
     ),
+    "a bound that another kind reads": (
+        "gpt_oss_120b",
+        {"model.global_layers.mixer.rope.scaling.high_freq_factor": 0.1},
+    ),
     "yarn with a factor of another kind": (
         "",
         {f"{SCALING}.kind": "yarn", f"{SCALING}.low_freq_factor": 2.0},
