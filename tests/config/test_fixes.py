@@ -219,13 +219,15 @@ def test_every_printed_fix_is_legal(number):
             for fix in fixes_of(error):
                 now = cfg
                 for j, first in enumerate(firsts):
-                    of_rule = [fix] if i == j else first
-                    if i == j or is_broken(now, errors[j]):
-                        for one in of_rule:
-                            now = parse_overrides(now, options_in(one))
-                            tried += 1
+                    if i == j:  # the first fix of another rule may have ended its section
+                        start = now if is_broken(now, error) else cfg
+                        now = parse_overrides(start, options_in(fix))
+                        tried += 1
+                    elif first and is_broken(now, errors[j]):
+                        now = parse_overrides(now, options_in(first[0]))
+                        tried += 1
                 for j, first in enumerate(firsts):  # an alternative leaves more to the others
-                    if j != i and is_broken(now, errors[j]):
+                    if j != i and first and is_broken(now, errors[j]):
                         now = parse_overrides(now, options_in(first[0]))
                 if all(firsts):
                     check(now)
