@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from jaxpar import ConfigError, Loss, load_config
-from jaxpar.config import replace
+from jaxpar.config import Source, replace
 
 
 class SourceWeights(Loss):
@@ -15,7 +15,7 @@ class SourceWeights(Loss):
 
     def check(self, cfg, path):
         super().check(cfg, path)
-        count = cfg.data.mixture.count(",") + 1
+        count = len(cfg.data.mixture)
         if not len(self.names) == len(self.weights) == count:
             rule, fix = (
                 f"must have {count} names and weights, like data.mixture",
@@ -34,6 +34,6 @@ class SourceWeights(Loss):
 
 def get_config():
     loss = SourceWeights(names=("web", "code"), weights=(1.0, 0.5))
-    mixture = "data/web:0.7,data/code:0.3"
+    mixture = (Source("data/web", 0.7), Source("data/code", 0.3))
     own = {"train.loss": loss, "data.mixture": mixture, "run.dir": "runs/source_weights"}
     return replace(load_config("llama_1b"), **own)

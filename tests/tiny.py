@@ -2,6 +2,9 @@
 
 from jaxpar.certification import small_config
 from jaxpar.config import Attention, Config, Experts, Glu, Layer, Model, replace
+from jaxpar.config.fields import field_types
+from jaxpar.config.listed import read_value
+from jaxpar.config.schema.items import Remat
 
 #: The parts of TINY's layers, which are named "layers".
 ATTENTION = Attention(num_heads=4, num_kv_heads=2, head_dim=4)
@@ -46,3 +49,8 @@ SMALL = replace(
 STATE = {
     "model": Model(d_model=16, vocab_size=32, layers=[Layer("layers", ATTENTION, GLU)] * 4),
 }
+
+
+def remat_of(text: str) -> Remat:
+    """A value of parallel.remat, as on a command line."""
+    return read_value(text, field_types()["parallel.remat"])

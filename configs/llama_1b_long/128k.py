@@ -32,7 +32,7 @@ def get_config() -> Config:
         run=RunConfig(
             dir="runs/llama_1b_long_128k",
             init_from="runs/llama_1b_long_32k",
-            init_changes="mixer.rope.theta",
+            init_changes=("mixer.rope.theta",),
         ),
         model=model,
         data=DataConfig(seq_len=131072),

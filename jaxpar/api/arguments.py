@@ -100,7 +100,7 @@ class Fits:
             shape: Any = getattr(array, "shape", ())
             if shape[:2] not in self._sizes or shape[:2] != np.shape(batch.tokens)[:2]:
                 is_one = " or ".join(f"int32 {list(size)}" for size in sorted(self._sizes))
-                raise ConfigError(name, shape, f"must have the shape of {is_one}", fix)
+                raise ConfigError(name, list(shape), f"must have the shape of {is_one}", fix)
             if (dtype := getattr(array, "dtype", None)) != wanted.dtype:
                 raise ConfigError(name, str(dtype), f"must be {wanted.dtype}", fix)
             of_size = wanted.update(shape=shape[:2] + wanted.shape[2:])

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxpar.config import Config, ConfigError, ParallelConfig
 from jaxpar.config.fields import range_of
+from jaxpar.config.listed import item_of, read_value
 from jaxpar.config.numerals import number, only_digits
 from jaxpar.config.rules.limits import MAX_CPU_DEVICES
 from jaxpar.config.validate import resolve
@@ -20,7 +21,7 @@ def parse_meshes(items: Sequence[str], parallel: ParallelConfig) -> dict[str, Pa
 
     Raises:   ConfigError for an unknown field, or a value or a mesh that is too large.
     """
-    ones: dict[str, Any] = dict.fromkeys((*AXES, "virtual_stages"), 1) | {"layers_per_stage": ""}
+    ones: dict[str, Any] = dict.fromkeys((*AXES, "virtual_stages"), 1) | {"layers_per_stage": ()}
     meshes = {item: dataclasses.replace(parallel, **ones | _parse_mesh(item)) for item in items}
     for item, mesh in meshes.items():
         if num_devices(mesh) > MAX_CPU_DEVICES:
@@ -57,19 +58,25 @@ def _parse_mesh(text: str) -> dict[str, Any]:
 
 
 def _items(text: str, hints: dict[str, Any]) -> list[str]:
-    """Split at commas. What has no "=" continues a text, as in layers_per_stage=3,1."""
+    """Split at commas. What has no "=" continues a text or a list, as in layers_per_stage=3,1."""
     items: list[str] = []
     for item in text.split(","):
         before = items[-1].partition("=")[0].strip().replace("-", "_") if items else ""
-        if "=" not in item and hints.get(before) is str:
+        if "=" not in item and _has_commas(hints.get(before)):
             items[-1] += f",{item}"
         else:
             items.append(item)
     return items
 
 
-def _typed(text: str, name: str, value: str, hint: Any) -> int | float | str:
+def _has_commas(hint: Any) -> bool:
+    return hint is str or item_of(hint) is not None
+
+
+def _typed(text: str, name: str, value: str, hint: Any) -> Any:
     """Parse a field's value; a number must be a positive integer, unless its field is a float."""
+    if item_of(hint) is not None:
+        return read_value(value, hint)
     if hint is str or isinstance(next(iter(typing.get_args(hint)), None), str):
         return value
     if hint is float:

@@ -37,7 +37,7 @@ type Arrays = dict[str, tuple[str, Any]]
 
 
 @dataclass(frozen=True)
-class Source:
+class AveragedCheckpoint:
     """A checkpoint whose weights are averaged."""
 
     folder: Path
@@ -68,7 +68,9 @@ def average(
     chosen = _chosen(run, steps, last)
     parts = [read_whole(run, step, lambda at: intact(run, at)) for step in chosen]
     _check(run, parts, weights)
-    sources = [Source(folder(run) / str(part.step), part.fingerprints) for part in parts]
+    sources = [
+        AveragedCheckpoint(folder(run) / str(part.step), part.fingerprints) for part in parts
+    ]
     arrays = [opened_weights(source, weights) for source in sources]
     require_space("NEW", Path(new), sum(4 * math.prod(a.shape) for _, a in arrays[0].values()))
     cfg = from_values(parts[0].config)
@@ -126,7 +128,7 @@ def _check(run: str, parts: Sequence[Saved], weights: Weights) -> None:
         raise ConfigError("--weights", weights, rule, f"use --weights {TRAINED}")
 
 
-def opened_weights(source: Source, weights: Weights) -> Arrays:
+def opened_weights(source: AveragedCheckpoint, weights: Weights) -> Arrays:
     """Open the weights of a checkpoint.
 
     Args:     weights: AVERAGED takes the moving average of those that have one.
@@ -145,7 +147,7 @@ def opened_weights(source: Source, weights: Weights) -> Arrays:
 
 def write_average(
     run_dir: Path,
-    sources: Sequence[Source],
+    sources: Sequence[AveragedCheckpoint],
     weights: Sequence[Arrays],
     about: dict[str, Any],
     log: Callable[[str], None],
@@ -177,7 +179,7 @@ def write_average(
 def _average(
     into: Any,
     boxes: Any,
-    sources: Sequence[Source],
+    sources: Sequence[AveragedCheckpoint],
     arrays: Sequence[tuple[str, Any]],
     progress: Meter,
 ) -> RunningFingerprint:
@@ -200,7 +202,7 @@ def _average(
     return new
 
 
-def _check_shapes(source: Source, own: Arrays, first: Mapping[str, Any]) -> None:
+def _check_shapes(source: AveragedCheckpoint, own: Arrays, first: Mapping[str, Any]) -> None:
     """Raises:   Damaged when arrays are missing, or have other shapes than those of the first."""
     wrong = [f"it does not contain params/{path}" for path in first if path not in own]
     wrong += [f"params/{path} does not belong to the model" for path in own if path not in first]

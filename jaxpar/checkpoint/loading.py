@@ -26,10 +26,11 @@ from jaxpar.checkpoint.saved import (
     saved_steps,
 )
 from jaxpar.config import Config, ConfigError, default_of, flag, replace, value_of
+from jaxpar.config.listed import written
 from jaxpar.config.lists.init_changes import may_change
-from jaxpar.config.lists.mixture import stages
 from jaxpar.config.lists.step_sizes import BATCHES, LENGTHS, step_sizes
 from jaxpar.config.schema.optimizer import AVERAGED, TRAINED, EmaConfig, Weights
+from jaxpar.config.serialize import field_from_values
 from jaxpar.config.values import OF_STEPS, require_code, to_values
 from jaxpar.data.sources import fingerprint
 from jaxpar.optimizer import loss_scale
@@ -86,8 +87,8 @@ def check_resumable(cfg: Config, saved: Saved, shape_of: ShapeOf | None = None) 
     if now != saved.dataset:
         rule = f"is not the data of {saved} (fingerprint {now[:8]}, not {saved.dataset[:8]})"
         field = "mixture" if cfg.data.mixture else "path"
-        then = saved.config["data"].get("mixture") or saved.config["data"]["path"]
-        fix = f"use a new run.dir, or set it back to {then}"
+        then = _then(saved, "data.mixture") or _then(saved, "data.path")
+        fix = f"use a new run.dir, or set it back to {written(then)}"
         raise ConfigError(f"data.{field}", getattr(cfg.data, field), rule, fix)
     _check_stages(cfg, saved)
 
@@ -117,10 +118,15 @@ def check_model(
     return places
 
 
+def _then(saved: Saved, path: str) -> Any:
+    """Return the value of a field in a checkpoint's config."""
+    found = by_path(saved.config)
+    return field_from_values(path, found[path]) if path in found else default_of(path)
+
+
 def _check_sizes(cfg: Config, saved: Saved) -> None:
     """Raises:   ConfigError if steps before the saved one had another size."""
-    then = by_path(saved.config)
-    fields = {path: then.get(path, default_of(path)) for path in SIZE_FIELDS}
+    fields = {path: _then(saved, path) for path in SIZE_FIELDS}
     batches = saved.step + sum(count for _, count in saved.skipped_batches)
     past, now = (list(step_sizes(one).until(batches)) for one in (replace(cfg, **fields), cfg))
     if past != now:
@@ -135,10 +141,10 @@ def _check_sizes(cfg: Config, saved: Saved) -> None:
 def _check_stages(cfg: Config, saved: Saved) -> None:
     """Raises:   ConfigError if sources had other weights before the saved step."""
     path = "data.mixture_schedule"
-    then = saved.config["data"].get("mixture_schedule", "")
+    then = _then(saved, path)
     past, now = (
-        [stage for stage in stages(one) if stage.step < saved.step]
-        for one in (replace(cfg, **{path: then}), cfg)
+        [stage for stage in stages if stage.step < saved.step]
+        for stages in (then, cfg.data.mixture_schedule)
     )
     if past != now:
         rule = f"changes weights before step {saved.step}, after which {saved} continues"

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from jaxpar.components.component import Component
 from jaxpar.components.dims import DimRule, SmallSizes
@@ -41,10 +41,10 @@ class RopeScaling:
     mscale_all_dim: float = 0.0
     """yarn, with kv_lora_rank: multiply attention scores by the square of
     0.1 * mscale_all_dim * ln(factor) + 1 (DeepSeek). 0: do not."""
-    short_factors: str = ""
+    short_factors: tuple[float, ...] = ()
     """longrope: divisors of the frequencies for sequences of up to original_max_position tokens,
-    one for each pair of rotated dims, separated by commas."""
-    long_factors: str = ""
+    one for each pair of rotated dims."""
+    long_factors: tuple[float, ...] = ()
     """longrope: divisors of the frequencies for longer sequences."""
     turning: Annotated[float, Reals(0, 1, above=True)] = 1.0
     """proportional: share of the pairs of dims that turn, the first ones (Gemma 4: 0.25)."""
@@ -66,9 +66,9 @@ class RopeScaling:
         name = "original_max_position"
         yield DimRule(name, self.original_max_position >= 2, "must be at least 2", ((name, 8192),))
         for name in ("short_factors", "long_factors"):
-            rule = f"must be {pairs} numbers above 0, separated by commas: one a pair of dims"
+            rule = f"must be {pairs} numbers above 0: one a pair of dims"
             ok = _are_factors(getattr(self, name), pairs)
-            yield DimRule(name, ok, rule, ((name, ",".join(["1.0"] * pairs)),))
+            yield DimRule(name, ok, rule, ((name, (1.0,) * pairs),))
 
 
 #: The kinds of scaling that read a field. The others need its default.
@@ -88,11 +88,9 @@ _READ_BY = {
 }
 
 
-def _are_factors(text: str, number: int) -> bool:
-    """Return whether a text has a number of factors, separated by commas."""
-    try:
-        found = [float(part) for part in text.split(",")]
-    except ValueError:
+def _are_factors(found: Any, number: int) -> bool:
+    """Return whether a field has a number of factors."""
+    if not isinstance(found, tuple) or not all(isinstance(one, int | float) for one in found):
         return False
     return len(found) == number and all(0 < one < math.inf for one in found)
 
@@ -130,12 +128,11 @@ class Rope(Component):
             s = dataclasses.replace(s, original_max_position=length)
         if s.kind == "longrope":
             pairs = int(head_dim * self.fraction) // 2
-            short, long = (_some_of(text, pairs) for text in (s.short_factors, s.long_factors))
+            short, long = (_some_of(all_, pairs) for all_ in (s.short_factors, s.long_factors))
             s = dataclasses.replace(s, short_factors=short, long_factors=long)
         return dataclasses.replace(self, scaling=s)
 
 
-def _some_of(factors: str, pairs: int) -> str:
+def _some_of(factors: tuple[float, ...], pairs: int) -> tuple[float, ...]:
     """Return the factors of fewer pairs of dims, at even distances."""
-    numbers = factors.split(",")
-    return ",".join(numbers[pair * len(numbers) // pairs] for pair in range(pairs))
+    return tuple(factors[pair * len(factors) // pairs] for pair in range(pairs))

@@ -25,10 +25,22 @@ from jaxpar.config.schema import (
     RunConfig,
     TrainConfig,
 )
+from jaxpar.config.schema.items import (
+    BatchSize,
+    EvaluationSet,
+    LossWeight,
+    MixtureWeights,
+    RematSlice,
+    RematValue,
+    SequenceLength,
+    Source,
+    StepShare,
+)
 from jaxpar.config.schema.metrics import MetricsConfig, ProfileConfig
 from jaxpar.config.schema.objectives import DistillConfig, DpoConfig
 
 __all__ = [
+    "BatchSize",
     "CheckpointConfig",
     "ClusterConfig",
     "ComputeConfig",
@@ -40,14 +52,22 @@ __all__ = [
     "DpoConfig",
     "EmaConfig",
     "EvaluationConfig",
+    "EvaluationSet",
     "GuardConfig",
     "LoraConfig",
+    "LossWeight",
     "MemoryConfig",
     "MetricsConfig",
+    "MixtureWeights",
     "OptimizerConfig",
     "ParallelConfig",
     "ProfileConfig",
+    "RematSlice",
+    "RematValue",
     "RunConfig",
+    "SequenceLength",
+    "Source",
+    "StepShare",
     "TrainConfig",
     "default_of",
     "flag",

@@ -9,11 +9,9 @@ import itertools
 import re
 import shlex
 import sys
-import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 from jaxpar.config import Config, ConfigError, default_of, flag, replace, value_of
@@ -23,12 +21,12 @@ from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.errors import joined
 from jaxpar.config.explain import collected
 from jaxpar.config.fields import field_types, leaf_paths, unknown_field
+from jaxpar.config.listed import read_value
 from jaxpar.config.model_source import ModelReader, apply_source, take_source
-from jaxpar.config.numerals import number, whole_number
 from jaxpar.config.resolve import fill_batch, fill_steps
 from jaxpar.config.rules.numbers import numbers
 from jaxpar.config.rules.paths import is_address, with_paths, with_store
-from jaxpar.config.rules.type_check import check_type, plain, wrong_sections, wrong_types
+from jaxpar.config.rules.type_check import check_type, wrong_sections, wrong_types
 from jaxpar.config.serialize import to_json
 from jaxpar.config.validate import check
 
@@ -281,41 +279,6 @@ def expand_set_options(args: Sequence[str]) -> Iterator[str]:
 
 def _no_setting(text: str) -> ConfigError:
     return ConfigError("--set", text, "is not SECTION.FIELD=VALUE", "use --set train.num-steps=100")
-
-
-_WORDS = {"true": True, "false": False}
-
-
-#: Parsers of the types that a field can have.
-_READERS: Mapping[Any, Callable[[str], Any]] = {
-    int: whole_number,
-    float: number,
-    str: str,
-    bool: lambda text: _WORDS[text.lower()],
-    NoneType: lambda text: {"none": None}[text.lower()],
-}
-
-
-def read_value(text: str, hint: Any) -> Any:
-    """Parse a text as a type. Returns a text that does not parse as it is, for a check of types."""
-    for option in members(hint):
-        if option not in _READERS and str(option) == text:
-            return option
-        try:
-            return _READERS[option](text)
-        except (KeyError, ValueError):
-            continue
-    return text
-
-
-def members(hint: Any) -> Iterator[Any]:
-    """Yield the members of a union or a Literal, of all levels."""
-    hint = plain(hint)
-    parts = typing.get_args(hint)
-    for part in parts:
-        yield from members(part) if typing.get_args(plain(part)) else [part]
-    if not parts:
-        yield hint
 
 
 def require_unicode(argv: Sequence[str]) -> None:

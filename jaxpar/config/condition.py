@@ -8,6 +8,7 @@ from typing import Any
 from jaxpar.components.model import Layer
 from jaxpar.config import Config, default_of, flag, value_of
 from jaxpar.config.fields import switch_of
+from jaxpar.config.listed import is_list, written
 from jaxpar.config.values import FIELDS, OR_NAMES
 
 #: A field that has its default.
@@ -118,7 +119,9 @@ def of_model(label: str, holds: Callable[[Config], bool]) -> Condition:
 
 
 def _shown(value: Any) -> Any:
-    """Return a value of a class of a user's by the name of the class."""
+    """Return a list as on a command line, and a value of a user's class by its name."""
+    if is_list(value):
+        return written(value)
     if isinstance(value, tuple):
         return ", ".join(type(one).__name__ for one in value)
     plain = value is None or isinstance(value, bool | int | float | str)

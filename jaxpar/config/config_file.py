@@ -17,7 +17,7 @@ from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.json_reader import UnreadableJson, read_json, read_json_object
 from jaxpar.config.names import CONFIG_MODULE
 from jaxpar.config.rules.paths import refuse_address
-from jaxpar.config.serialize import from_values
+from jaxpar.config.serialize import field_from_values, from_values
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -165,4 +165,5 @@ def _asked_for(manifest: Path) -> dict[str, Any]:
         asked = read_json_object(manifest).get("asked")
     except (OSError, UnreadableJson):
         asked = None  # the start ended before writing it
-    return asked if isinstance(asked, dict) else {}
+    asked = asked if isinstance(asked, dict) else {}
+    return {path: field_from_values(path, value) for path, value in asked.items()}

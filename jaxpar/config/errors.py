@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from jaxpar.config.listed import is_list, written
 from jaxpar.config.printable import printable
 
 #: Maximum characters of each part of a message.
@@ -14,8 +15,8 @@ class ConfigError(ValueError):
 
     def __init__(self, field: str, value: Any, rule: str, fix: str):
         self.field, self.value, self.rule, self.fix = field, value, rule, fix
-        field, shown, rule, fix = map(_short, (field, repr(value), rule, fix))
-        super().__init__(printable(f"{field} = {shown}: {rule}. Fix: {fix}."))
+        field, text, rule, fix = map(_short, (field, shown(value), rule, fix))
+        super().__init__(printable(f"{field} = {text}: {rule}. Fix: {fix}."))
 
 
 class ConfigErrors(ConfigError):
@@ -31,6 +32,11 @@ class ConfigErrors(ConfigError):
 def joined(errors: Sequence[ConfigError]) -> ConfigError:
     """Return errors as one."""
     return errors[0] if len(errors) == 1 else ConfigErrors(errors)
+
+
+def shown(value: Any) -> str:
+    """Return a value for a message: a list as on a command line."""
+    return repr(written(value) if is_list(value) else value)
 
 
 def _short(text: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from jaxpar.components.ranges import Range, Reals, declared_range
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.layers import FIELD, all_paths, required_fields
+from jaxpar.config.listed import written
 from jaxpar.config.schema import Config
 
 
@@ -42,13 +43,18 @@ def leaf_paths() -> list[str]:
 
 
 @functools.cache
-def range_of(path: str) -> Range | Reals | None:
-    """Return the range that a field declares."""
+def annotation_of(path: str) -> Any:
+    """Return the type of a field, with its range."""
     section: Any = Config
     *sections, name = path.split(".")
     for key in sections:
         section = section_of(typing.get_type_hints(section)[key])
-    return declared_range(typing.get_type_hints(section, include_extras=True)[name])
+    return typing.get_type_hints(section, include_extras=True)[name]
+
+
+def range_of(path: str) -> Range | Reals | None:
+    """Return the range that a field declares."""
+    return declared_range(annotation_of(path))
 
 
 @functools.cache
@@ -126,6 +132,15 @@ def meanings(section: Any) -> dict[str, str]:
             ):
                 found[name] = " ".join(text.split())
     return found
+
+
+def meanings_of(cls: Any) -> dict[str, str]:
+    """Return the docstring under each field of a class, those of its bases included."""
+    found: dict[str, str] = {}
+    bases: list[Any] = [base for base in cls.__mro__[:-1] if dataclasses.is_dataclass(base)]
+    for base in reversed(bases):
+        found |= meanings(base)
+    return {field.name: found.get(field.name, "") for field in dataclasses.fields(cls)}
 
 
 def value_of(cfg: "Config", path: str) -> Any:
@@ -249,7 +264,7 @@ def flag(path: str, value: Any = ...) -> str:
     Values are quoted for a shell.
     """
     name = "--" + path.replace("_", "-")
-    return name if value is ... else f"{name} {shlex.quote(str(value))}"
+    return name if value is ... else f"{name} {shlex.quote(written(value))}"
 
 
 def replace(cfg: Config, **values: Any) -> Config:

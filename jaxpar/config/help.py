@@ -20,12 +20,13 @@ from jaxpar.config.fields import (
     is_required,
     leaf_paths,
     meanings,
+    meanings_of,
     section_of,
 )
 from jaxpar.config.layers import FIELD, all_paths, type_at
+from jaxpar.config.listed import form, has_fields, item_of, members, plain, written
 from jaxpar.config.option_fields import Declared, Forms, config_field, declared, only_fields
 from jaxpar.config.rules.paths import is_address
-from jaxpar.config.rules.type_check import plain
 from jaxpar.config.values import Value
 
 #: The topic that shows every field.
@@ -143,7 +144,7 @@ def _parts(
         yield OPTIONS.format(count=leaves)
         sections = ((name, meaning_of_section(name)) for name in SECTIONS)
         yield _listed("sections of the config", sections, 14)
-        yield _listed("fields that are often set", _rows(cfg, COMMON_FIELDS))
+        yield _listed("fields that are often set", _rows(cfg, COMMON_FIELDS, items=False))
 
 
 def _listed(title: str, rows: Iterable[tuple[str, str]], column: int = 30) -> str:
@@ -185,8 +186,11 @@ def meaning_of_section(name: str) -> str:
     return section_of(field_types()[name]).__doc__ or ""
 
 
-def _rows(cfg: Config, paths: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield fields of a config as on a command line, with docstrings and values."""
+def _rows(cfg: Config, paths: Iterable[str], *, items: bool = True) -> Iterator[tuple[str, str]]:
+    """Yield fields of a config as on a command line, with docstrings and values.
+
+    Args:     items: also the fields of the items of lists.
+    """
     for path in paths:
         if path == LENGTH:
             text = "Number of layers."
@@ -200,6 +204,13 @@ def _rows(cfg: Config, paths: Iterable[str]) -> Iterator[tuple[str, str]]:
         if section_of(field_types()[path]) is None:
             text = f"{text} ({_value(cfg, path)})"
         yield f"{flag(path)} {_metavar(field_types()[path])}", text
+        if (item := item_of(field_types()[path])) is None or not items:
+            continue
+        if names := _names(item):
+            yield "  NAME", f"One of {', '.join(names)}."
+        if has_fields(item):
+            for name, of_field in meanings_of(item).items():
+                yield f"  {name.upper()}", of_field
 
 
 def _of_layers(cfg: Config) -> Iterator[str]:
@@ -210,10 +221,8 @@ def _of_layers(cfg: Config) -> Iterator[str]:
         for path in all_paths((layer,)):
             *parents, name = path.split(".")[2:]
             value = functools.reduce(getattr, parents, layer)
-            texts: dict[str, str] = {}
-            for cls in reversed(type(value).__mro__[:-1]):
-                texts |= meanings(cls) if dataclasses.is_dataclass(cls) else {}
-            text = f"{texts.get(name, '')} (default: {getattr(value, name)})".strip()
+            default = written(getattr(value, name)) or "empty"
+            text = f"{meanings_of(type(value)).get(name, '')} (default: {default})".strip()
             hint = type_at(layers, path)
             metavar = _metavar(hint)
             metavar = "(in Python)" if metavar == "None" else metavar
@@ -228,13 +237,21 @@ def _value(cfg: Config, path: str) -> str:
     if is_off and is_required(path):
         return "required"
     value = default_of(path) if is_off else value_of(cfg, path)
-    return f"default: {'none' if value == () else str(value) or 'empty'}"
+    return f"default: {'none' if value == () else written(value) or 'empty'}"
+
+
+def _names(item: Any) -> list[str]:
+    """Return the names of which a list consists; none for another list."""
+    return [one for one in members(item) if isinstance(one, str)]
 
 
 def _metavar(hint: Any) -> str:
     """Return a field's type: INT, INT|None, {scan,unroll}; None for an optional section."""
     if typing.get_origin(hint) is typing.Literal:
         return "{" + ",".join(map(str, typing.get_args(hint))) + "}"
+    if (item := item_of(hint)) is not None:
+        choices = [one for one in members(hint) if isinstance(one, str)]
+        return "|".join([*choices, "NAME,..." if _names(item) else f"{form(item)},..."])
     options = [plain(one) for one in typing.get_args(hint)] or [hint]
     if typing.get_origin(options[0]) is typing.Literal:
         return _metavar(options[0])

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Literal
 
-from jaxpar.config.command_line import ConfigArguments, members
-from jaxpar.config.fields import meanings
+from jaxpar.config.command_line import ConfigArguments
+from jaxpar.config.fields import meanings_of
+from jaxpar.config.listed import members
 from jaxpar.config.rules.limits import Range
 
 #: Options that hold a path, beside all positional arguments. Others may hold a text, such as a
@@ -126,9 +127,7 @@ def declared(form: type) -> tuple[Declared, ...]:
 
     The fields of a dataclass within it are among them.
     """
-    texts: dict[str, str] = {}
-    for cls in reversed(form.__mro__[:-1]):
-        texts |= meanings(cls) if dataclasses.is_dataclass(cls) else {}
+    texts = meanings_of(form)
     hints, found = typing.get_type_hints(form, include_extras=True), list[Declared]()
     for field in dataclasses.fields(form):
         hint, marks = hints[field.name], list[Any]()

@@ -26,13 +26,12 @@ from jaxpar.config.command_line import (
     ConfigArguments,
     as_called,
     expand_set_options,
-    members,
-    read_value,
     require_unicode,
 )
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.fields import flag, leaf_paths
 from jaxpar.config.help import asks_help, print_help
+from jaxpar.config.listed import members, read_value
 from jaxpar.config.option_fields import (
     OR_ADDRESS,
     PATHS,

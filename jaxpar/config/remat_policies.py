@@ -1,26 +1,13 @@
 """Rematerialization policies: the values that they save for the backward pass."""
 
+import typing
+
 from jaxpar.config.schema import ParallelConfig
+from jaxpar.config.schema.items import ExpertName, Remat, RematName, RematPolicy
 
-#: Values that can be saved for the backward pass instead of recomputed, in forward order.
-REMAT_NAMES = (
-    "attn_norm",
-    "latents",
-    "latent_norms",
-    "qkv",
-    "qk",
-    "attn_out",
-    "attn_lse",
-    "attn_residual",
-    "mlp_norm",
-    "gate_up",
-    "mlp_hidden",
-)
-
-#: More of them, of layers with experts. No policy saves them: what other devices have takes more
-#: memory than anything else in a layer.
-EXPERT_NAMES = ("moe_tokens", "moe_weights")
-
+#: Values that can be saved, in forward order, and more of them, of layers with experts.
+REMAT_NAMES: tuple[str, ...] = typing.get_args(RematName)
+EXPERT_NAMES: tuple[str, ...] = typing.get_args(ExpertName)
 
 #: The input of a layer. Every policy saves it, so it is named only to save it on the host.
 LAYER_INPUT = "layer_input"
@@ -32,7 +19,7 @@ ON_HOST = ":host"
 
 
 #: The values that each policy saves. Fewer values need less memory and more recomputation.
-REMAT_POLICIES: dict[str, tuple[str, ...]] = {
+REMAT_POLICIES: dict[RematPolicy, tuple[str, ...]] = {
     "none": REMAT_NAMES,
     "dots": ("latents", "qkv", "attn_out", "attn_lse", "attn_residual", "gate_up"),
     "dots_offload": (
@@ -48,32 +35,18 @@ REMAT_POLICIES: dict[str, tuple[str, ...]] = {
 }
 
 
-def of_layers(p: ParallelConfig, count: int) -> tuple[str, ...]:
+def of_layers(p: ParallelConfig, count: int) -> tuple[Remat, ...]:
     """Return the policy of each of `count` layers, those of a stage's chunk."""
     policies = [p.remat] * count
-    for layers, policy in entries(p):
-        for i in range(count)[_slice(layers)]:
-            policies[i] = policy
+    for one in p.remat_layers:
+        for i in range(count)[one.start : one.stop : one.step]:
+            policies[i] = one.policy
     return tuple(policies)
 
 
-def entries(p: ParallelConfig) -> list[tuple[str, str]]:
-    """Return the pairs (slice, policy) of `parallel.remat_layers`."""
-    pairs = (entry.partition("=") for entry in p.remat_layers.split(";") if entry.strip())
-    return [(layers.strip(), policy.strip()) for layers, _, policy in pairs]
-
-
-def _slice(text: str) -> slice:
-    """Parse a Python slice or a single index."""
-    if ":" not in text:
-        index = int(text)
-        return slice(index, None if index == -1 else index + 1)
-    return slice(*(int(part) if part.strip() else None for part in text.split(":")))
-
-
-def policies(p: ParallelConfig) -> tuple[str, ...]:
+def policies(p: ParallelConfig) -> tuple[Remat, ...]:
     """Return every policy that a config names."""
-    return p.remat, *(policy for _, policy in entries(p))
+    return p.remat, *(one.policy for one in p.remat_layers)
 
 
 def saves_on_host(p: ParallelConfig) -> bool:
@@ -81,12 +54,14 @@ def saves_on_host(p: ParallelConfig) -> bool:
     return any(map(names_on_host, policies(p)))
 
 
-def saved_names(remat: str) -> tuple[str, ...]:
+def saved_names(remat: Remat) -> tuple[str, ...]:
     """Return the names that `parallel.remat` saves, with their suffixes."""
-    return REMAT_POLICIES.get(remat, tuple(remat.split(",")))
+    if isinstance(remat, str):
+        return REMAT_POLICIES[remat]
+    return tuple(one.name + ON_HOST * (one.on == "host") for one in remat)
 
 
-def names_on_host(remat: str) -> tuple[str, ...]:
+def names_on_host(remat: Remat) -> tuple[str, ...]:
     """Return the names that `parallel.remat` saves in host memory, without the suffix."""
     return tuple(without_mark(name) for name in saved_names(remat) if name.endswith(ON_HOST))
 

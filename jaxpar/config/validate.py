@@ -28,8 +28,8 @@ from jaxpar.config.rules.data import data, schedules, sizes_of_steps
 from jaxpar.config.rules.divisibility import divisibility
 from jaxpar.config.rules.experts import experts
 from jaxpar.config.rules.guard import guards
+from jaxpar.config.rules.items import items
 from jaxpar.config.rules.layout import (
-    automatic,
     compressed_sums,
     interleaving,
     layers,
@@ -86,7 +86,7 @@ _BASIC = (
 _RULES: tuple[Rule, ...] = (
     of_components,
     combinations,
-    *(remat, saving, guards, profile, sinks, interleaving, automatic, compressed_sums),
+    *(remat, saving, guards, profile, sinks, interleaving, compressed_sums),
     *(experts, lora, mup, multi_token_prediction),
     *(evaluation, best, distillation, diloco, own_values),
 )
@@ -156,5 +156,5 @@ def _of_mesh(cfg: Config) -> None:
 
 
 def _each_rule(cfg: Config) -> None:
-    for stage in ((numbers,), _BASIC, _RULES):
+    for stage in ((numbers, items), _BASIC, _RULES):
         collected(stage, cfg)

@@ -100,7 +100,7 @@ def frequencies(rope: SimpleNamespace, half: int, length: int) -> Tensor:
         return torch.where(pair < int(s.turning * half), angle / s.factor, 0).float()
     if s.kind == "longrope":
         factors = s.long_factors if length > s.original_max_position else s.short_factors
-        return (angle / torch.tensor([float(one) for one in factors.split(",")])).float()
+        return (angle / torch.tensor(factors)).float()
     if s.kind == "yarn":
         keep = 1 - yarn_ramp(rope, half)
     else:

@@ -17,7 +17,6 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.json_reader import UnreadableJson
-from jaxpar.config.lists.mixture import WeightsFrom, stages
 from jaxpar.config.lists.step_sizes import (
     StepSizes,
     sequences_before,
@@ -94,10 +93,11 @@ class Loader:
         ]
         seed = cfg.train.seed if split == TRAIN else 0
         self.skipped = SkippedBatches()
-        found = [WeightsFrom(0, tuple(source.weight for source in self.sources))]
-        found += stages(cfg)[1:] if split == TRAIN else []
-        starts = [sequences_before(self._cfg, stage.step) for stage in found]
-        self._mixture = StagedMixture(starts, [stage.weights for stage in found], seed)
+        later = cfg.data.mixture_schedule if split == TRAIN else ()
+        starts = [0, *(sequences_before(self._cfg, stage.step) for stage in later)]
+        first = tuple(source.weight for source in self.sources)
+        weights = [first, *(stage.weights for stage in later)]
+        self._mixture = StagedMixture(starts, weights, seed)
 
     def _check_fits(self, dataset: TokenDataset) -> None:
         cfg, seq_len, found = self._cfg, self._cfg.data.seq_len, dataset.num_tokens

@@ -5,12 +5,12 @@ import hashlib
 import json
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from jaxpar.config import Config, ConfigError
-from jaxpar.config.lists.mixture import Share, shares
+from jaxpar.config import Config, ConfigError, Source
+from jaxpar.config.lists.mixture import sources_of
 from jaxpar.config.rules.paths import is_address
 from jaxpar.config.values import to_values
 from jaxpar.data.formats.meta import META_FILE, PREPARE, SPLITS, TRAIN, read_meta, tokens_file
@@ -39,10 +39,11 @@ def open_sources(cfg: Config, split: str) -> list[Weighted]:
     Raises:   ConfigError that names field and path of an unusable source, or for document masking
               with files that do not mark documents; RunError for a transient read error.
     """
+    named: tuple[str, tuple[Source, ...]]
     if split != TRAIN and cfg.data.held_out:
-        named = "data.held_out", [Share(cfg.data.held_out, 1.0)]
+        named = "data.held_out", (Source(cfg.data.held_out, 1.0),)
     else:
-        named = "data.mixture" if cfg.data.mixture else "data.path", shares(cfg)
+        named = "data.mixture" if cfg.data.mixture else "data.path", sources_of(cfg)
     field, parts = named
     whole = field == "data.held_out"
     found = [Weighted(_open(cfg, field, part.path, split, whole), part.weight) for part in parts]
@@ -63,13 +64,13 @@ def local(cfg: Config, field: str, path: str) -> str:
     return local_copy(cfg, field, path)
 
 
-def check_tokenizers(cfg: Config, field: str, value: str, paths: list[str]) -> None:
+def check_tokenizers(cfg: Config, field: str, value: Any, paths: list[str]) -> None:
     """Check that datasets were made with the tokenizer of the training data.
 
     Args:     field, value: what names the datasets, for the error.
     Raises:   ConfigError if they record another one.
     """
-    named = [share.path for share in shares(cfg)] + paths
+    named = [source.path for source in sources_of(cfg)] + paths
     folders = {path: Path(local(cfg, field, path)) for path in named}
     metas = {path: read_meta(p) for path, p in folders.items() if (p / META_FILE).is_file()}
     known = {path: m.tokenizer_fingerprint for path, m in metas.items() if m.tokenizer_fingerprint}
@@ -232,7 +233,9 @@ def fingerprint(cfg: Config) -> str:
     Raises:   ConfigError as `open_sources`.
     """
     field = "data.mixture" if cfg.data.mixture else "data.path"
-    parts = [(_identity(cfg, field, share.path), share.weight) for share in shares(cfg)]
+    parts = [
+        (_identity(cfg, field, source.path), float(source.weight)) for source in sources_of(cfg)
+    ]
     if cfg.data.source is not None:
         known = json.dumps([parts, to_values(cfg.data.source)])
         return hashlib.sha256(known.encode()).hexdigest()
@@ -253,7 +256,7 @@ def tokenizer_folder(cfg: Config) -> str:
 
     Raises:   ConfigError for token files, which have no tokenizer.
     """
-    path = local(cfg, "data.path", shares(cfg)[0].path)
+    path = local(cfg, "data.path", sources_of(cfg)[0].path)
     if Path(path).exists() and not (Path(path) / META_FILE).is_file():
         fix = "convert it to a folder: python -m jaxpar.data convert --tokenizer tokenizer.json"
         raise ConfigError("data.path", path, "has tokens without their tokenizer", fix)
@@ -265,8 +268,8 @@ def chat_template(cfg: Config) -> str:
 
     Raises:   ConfigError for a dataset folder that cannot be read.
     """
-    for share in shares(cfg):
-        folder = Path(local(cfg, "data.path", share.path))
+    for source in sources_of(cfg):
+        folder = Path(local(cfg, "data.path", source.path))
         if (folder / META_FILE).is_file() and (name := read_meta(folder).template):
             return name
     return ""

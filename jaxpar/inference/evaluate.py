@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jaxpar import checkpoint
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.config.lists.mixture import shares
+from jaxpar.config.lists.mixture import sources_of
 from jaxpar.config.lists.step_sizes import without_schedules
 from jaxpar.config.options import check_ranges
 from jaxpar.config.packages import require_package
@@ -99,7 +99,7 @@ def _opens(cfg: Config, mesh: Mesh, split: str) -> bool:
 
 
 def _paths(cfg: Config) -> str:
-    return ", ".join(share.path for share in shares(cfg))
+    return ", ".join(source.path for source in sources_of(cfg))
 
 
 @functools.cache
@@ -112,9 +112,9 @@ def _with_data(model: LoadedParams, data: str | None, batch_size: int) -> Config
     """Return the model's config with this dataset and batch size."""
     values = {
         "train.global_batch_size": batch_size,
-        "train.batch_schedule": "",
+        "train.batch_schedule": (),
         "train.loss": None,
-        "data.length_schedule": "",
+        "data.length_schedule": (),
     }
     if data is None:
         if model.step is None:
@@ -123,7 +123,7 @@ def _with_data(model: LoadedParams, data: str | None, batch_size: int) -> Config
         return replace(model.cfg, **values)
     if model.step is not None:
         check_tokenizers(model.cfg, "--data", data, [data])
-    only = {"data.path": data, "data.mixture": "", "data.mixture_schedule": "", "data.held_out": ""}
+    only = {"data.path": data, "data.mixture": (), "data.mixture_schedule": (), "data.held_out": ""}
     return replace(model.cfg, **values, **only)
 
 

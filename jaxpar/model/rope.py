@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from jaxpar.components.attention import QueryGrowth
 from jaxpar.components.rope import Rope, RopeScaling
-from jaxpar.config.lists.rope_factors import longrope_factors
 
 #: Cosine and sine of every token's angles, float32 [B, T, 1, R/2] each; R dims are rotated.
 type Tables = tuple[jax.Array, jax.Array]
@@ -35,11 +34,16 @@ def rope_frequencies(rope: Rope, dims: int, length: int | jax.Array = 1) -> jax.
         case RopeScaling(kind="yarn") as s:
             return _yarn(plain, s, rope.theta)
         case s if isinstance(length, int):
-            return plain / jnp.asarray(longrope_factors(s, length), jnp.float32)
+            return plain / jnp.asarray(_divisors(s, length), jnp.float32)
         case s:
             short, long = s.original_max_position, s.original_max_position + 1
-            divisors = jnp.asarray([longrope_factors(s, n) for n in (short, long)], jnp.float32)
+            divisors = jnp.asarray([_divisors(s, n) for n in (short, long)], jnp.float32)
             return plain / divisors[(length > short).astype(jnp.int32)][:, None, None]
+
+
+def _divisors(s: RopeScaling, length: int) -> tuple[float, ...]:
+    """Return LongRoPE's divisor of each pair's frequency for sequences of `length` tokens."""
+    return s.long_factors if length > s.original_max_position else s.short_factors
 
 
 def _stretch(frequencies: jax.Array, s: RopeScaling) -> jax.Array:

@@ -28,7 +28,7 @@ import numpy as np
 
 from jaxpar.components.experts import experts_in, num_experts
 from jaxpar.config import Config, ConfigError
-from jaxpar.config.lists.recorded_steps import MAX_BYTES, recorded_steps
+from jaxpar.config.lists.recorded_steps import MAX_BYTES
 from jaxpar.runtime.files import atomic
 from jaxpar.runtime.files.append import Lines
 
@@ -47,7 +47,7 @@ class RoutingWriter:
         """
         Args:     order: as of `Loader`: column t of a batch holds text position order(T)[t].
         """
-        self._steps, self._order = frozenset(recorded_steps(cfg)), order
+        self._steps, self._order = frozenset(cfg.run.record_routing), order
         self._dir, self._experts = run_dir, num_experts(cfg.model)
 
     def write(self, step: int, routing: jax.Array | None) -> bool:

@@ -12,6 +12,7 @@ import jax
 from rich.console import Console
 
 from jaxpar.config import Config, ConfigError
+from jaxpar.config.listed import written
 from jaxpar.config.lists.step_sizes import step_sizes
 from jaxpar.config.model_source import ModelReader
 from jaxpar.planning import compiling, fields, layouts, questions, showing
@@ -196,7 +197,7 @@ def fewest(asked: Asked, console: Console) -> dict[str, Any]:
     count, layout = questions.fewest_gpus(asked.cfg, asked.cluster)
     words = layouts.describe(layout.cfg)
     console.print(
-        f"{count} x {asked.cluster.gpu.name}: {words}, remat {layout.cfg.parallel.remat}, "
+        f"{count} x {asked.cluster.gpu.name}: {words}, remat {written(layout.cfg.parallel.remat)}, "
         f"{layout.memory.total / GIB:.1f} GiB per GPU, {layout.time.rate:,.0f} tok/s/GPU"
     )
     return {"gpus": count, "layout": showing.layout_record(layout)}

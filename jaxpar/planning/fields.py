@@ -1,5 +1,6 @@
 """Fields of a layout: those that --fix sets, parsed, and those that a plan changes, written."""
 
+import itertools
 import shlex
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,9 @@ from jaxpar.components.experts import num_experts
 from jaxpar.config import Config, ConfigError, flag, layers, replace, value_of
 from jaxpar.config.addresses import changes_of_layers
 from jaxpar.config.config_file import known_configs
-from jaxpar.config.fields import leaf_paths
+from jaxpar.config.fields import field_types, leaf_paths
 from jaxpar.config.layout import fields as layout_fields
+from jaxpar.config.listed import Item, read_value
 from jaxpar.config.numerals import only_digits
 from jaxpar.config.rules.divisibility import largest_divisor
 from jaxpar.config.rules.memory import remat
@@ -55,12 +57,13 @@ def _pairs(text: str) -> list[str]:
     return found
 
 
-def _value(cfg: Config, pair: str, name: str, text: str) -> str | int:
+def _value(cfg: Config, pair: str, name: str, text: str) -> Any:
     """Parse a field's value and check it by the rules for that field."""
     if name != "remat" and not (only_digits(text) and int(text) > 0):
         rule = f"{name} must be a positive integer"
         raise ConfigError("--fix", pair, rule, f"use --fix {name}=1")
-    path, value = f"parallel.{name}", text if name == "remat" else int(text)
+    path = f"parallel.{name}"
+    value = read_value(text, field_types()[path])
     if name == "expert":
         _check_experts(cfg, pair, int(text))
     try:
@@ -118,11 +121,14 @@ def config_file(name: str, base: Config, chosen: Config, said: str) -> str:
     """
     # An absolute path, so that the new file works from any folder.
     source = name if name in known_configs().split(", ") else str(Path(name).resolve())
-    lines = [f'            "{path}": {value!r},' for path, value in changes(base, chosen).items()]
-    body = "\n".join(lines)
+    changed = changes(base, chosen)
+    body = "\n".join(f'            "{path}": {value!r},' for path, value in changed.items())
+    lists = (value for value in changed.values() if isinstance(value, tuple))
+    items = {type(one).__name__ for one in itertools.chain(*lists) if isinstance(one, Item)}
+    names = ", ".join(["Config", *sorted(items), "replace"])
     return f'''"""{said}"""
 
-from jaxpar.config import Config, replace
+from jaxpar.config import {names}
 from jaxpar.config.config_file import load_config
 
 

@@ -18,6 +18,7 @@ from jaxpar.components.experts import num_experts
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.layout.fields import FIELDS
 from jaxpar.config.remat_policies import REMAT_POLICIES, names_on_host
+from jaxpar.config.schema.items import Remat
 from jaxpar.config.validate import resolve
 
 #: Numbers of virtual stages to try.
@@ -85,7 +86,7 @@ def with_parallel(cfg: Config, **values: Any) -> Config:
     return dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, **values))
 
 
-def _policies(cfg: Config, fixed: dict[str, Any]) -> list[str]:
+def _policies(cfg: Config, fixed: dict[str, Any]) -> list[Remat]:
     """Return the remat policies to try."""
     if "remat" in fixed:
         return [fixed["remat"]]

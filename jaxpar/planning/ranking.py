@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.config import Config, ConfigError
+from jaxpar.config.listed import written
 from jaxpar.config.lists.step_sizes import config_of, step_sizes
 from jaxpar.planning.layouts import describe, legal_layouts
 from jaxpar.planning.options import EXPERT_IMBALANCE
@@ -137,7 +138,8 @@ def nothing_fits(plan: Plan) -> ConfigError:
     short = plan.missing() / GIB
     rule = (
         f"is not enough: the smallest layout ({describe(best.cfg)}, remat "
-        f"{best.cfg.parallel.remat}) needs {best.memory.total / GIB:.1f} GiB on each of {on}, "
+        f"{written(best.cfg.parallel.remat)}) needs {best.memory.total / GIB:.1f} GiB on each of "
+        f"{on}, "
         f"{short:.1f} GiB more than the usable {plan.usable / GIB:.1f}"
     )
     fix = "use --min-gpus to find the fewest that fit, a GPU with more memory, a smaller "

@@ -7,7 +7,9 @@ from rich.console import Console, Group
 
 from jaxpar.components.experts import num_experts
 from jaxpar.components.model import in_words as in_words_of_layers
-from jaxpar.config.layout.layer_split import in_words, is_equal, layers_per_chunk
+from jaxpar.config.layout.layer_split import is_equal, layers_per_chunk
+from jaxpar.config.listed import written
+from jaxpar.config.values import to_values
 from jaxpar.kernels.grouped_matmul.capability import HOPPER
 from jaxpar.planning import questions
 from jaxpar.planning.compiling import CompiledMemory
@@ -81,7 +83,7 @@ def _ranking(chosen: Sequence[Layout]) -> Group:
     rows = []
     for i, layout in enumerate(chosen, 1):
         p, t = layout.cfg.parallel, layout.time
-        cells = [p.zero, p.remat, p.num_microbatches, p.virtual_stages, p.row_groups]
+        cells = [p.zero, written(p.remat), p.num_microbatches, p.virtual_stages, p.row_groups]
         rows.append(
             (
                 f"{i}. {describe(layout.cfg)}",
@@ -137,7 +139,7 @@ def _remarks(plan: Plan, chosen: Sequence[Layout]) -> list[str]:
         nearest = plan.too_large[0]
         lines.append(
             f"Too large: {len(plan.too_large):,}, the smallest by {plan.missing() / GIB:.1f} GiB "
-            f"({describe(nearest.cfg)}, remat {nearest.cfg.parallel.remat})."
+            f"({describe(nearest.cfg)}, remat {written(nearest.cfg.parallel.remat)})."
         )
     if plan.refused:
         lines.append(f"Invalid: {sum(plan.refused.values()):,}, by violated rule:")
@@ -152,7 +154,7 @@ def _unequal_stages(chosen: Sequence[Layout]) -> Iterator[str]:
     """Yield the numbers of layers of each of these layouts whose stages are unequal."""
     for layout in chosen:
         if not is_equal(layout.cfg):
-            yield f"{in_words(layers_per_chunk(layout.cfg))} ({describe(layout.cfg)})"
+            yield f"{written(layers_per_chunk(layout.cfg))} ({describe(layout.cfg)})"
 
 
 def caveats(plan: Plan, chosen: Sequence[Layout]) -> list[str]:
@@ -232,7 +234,7 @@ def show_compiled(console: Console, pairs: Sequence[tuple[Layout, CompiledMemory
     rows = []
     for i, (layout, compiled) in enumerate(pairs, 1):
         predicted = layout.memory.total
-        cells = [f"{i}. {describe(layout.cfg)}, remat {layout.cfg.parallel.remat}"]
+        cells = [f"{i}. {describe(layout.cfg)}, remat {written(layout.cfg.parallel.remat)}"]
         cells.append(f"{predicted / GIB:.1f}")
         if isinstance(compiled, str):
             cells += ["failed", compiled[:60], ""]
@@ -288,7 +290,7 @@ def layout_record(layout: Layout) -> dict[str, Any]:
     """Return one layout: its fields, bytes and seconds by part."""
     t = layout.time
     return {
-        "parallel": values_of(layout.cfg),
+        "parallel": {name: to_values(value) for name, value in values_of(layout.cfg).items()},
         "layers_per_stage": list(layers_per_chunk(layout.cfg)),
         "memory_bytes": _memory_record(layout.memory),
         "seconds": time_parts(t),

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.config import Config, value_of
-from jaxpar.config.lists.weight_schedules import CONSTANT, MTP_LOSS, Z_LOSS, corners
+from jaxpar.config.lists.weight_schedules import CONSTANT, MTP_LOSS, Z_LOSS
 from jaxpar.model.loss import LossWeights
 
 
@@ -15,10 +15,11 @@ def loss_weights(cfg: Config, step: jax.Array | None) -> LossWeights:
     """
 
     def weight(path: str) -> jax.Array | float:
-        found = corners(cfg, path)
+        found = value_of(cfg, path)
         if not found:
             return value_of(cfg, CONSTANT[path])
-        steps, weights = (jnp.array(values, jnp.float32) for values in zip(*found, strict=True))
+        points = zip(*((point.step, point.weight) for point in found), strict=True)
+        steps, weights = (jnp.array(values, jnp.float32) for values in points)
         return jnp.interp(jnp.float32(0 if step is None else step), steps, weights)
 
     return LossWeights(z_loss=weight(Z_LOSS), mtp_loss=weight(MTP_LOSS))

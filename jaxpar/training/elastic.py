@@ -16,9 +16,12 @@ import jax
 
 from jaxpar.checkpoint import Saved
 from jaxpar.config import Config, ConfigError, flag, value_of
-from jaxpar.config.layout.fields import FIELDS, fixed_layout_fields
+from jaxpar.config.layout.fields import ALL, FIELDS, fixed_layout_fields
+from jaxpar.config.listed import written
 from jaxpar.config.lists.step_sizes import BATCHES, schedule_of
 from jaxpar.config.resolve import fill_data_axis
+from jaxpar.config.serialize import field_from_values
+from jaxpar.config.values import to_values
 from jaxpar.planning.layouts import describe, divisors, with_parallel
 from jaxpar.planning.predict.hardware import GIB, H200, NETWORKS, Gpu, HardwareFigure, gpu_of_kind
 from jaxpar.runtime.host_memory import host_memory
@@ -53,7 +56,8 @@ def choose_layout(cfg: Config, seconds: float) -> Config:
 
     chosen = json.loads(peers.of_first("layout", lambda: json.dumps(_best(cfg)), seconds))
     peers.log(f"layout     {chosen['reason']}")
-    return with_parallel(cfg, auto="", **chosen["fields"])
+    fields = {n: field_from_values(f"parallel.{n}", v) for n, v in chosen["fields"].items()}
+    return with_parallel(cfg, auto=(), **fields)
 
 
 def _best(cfg: Config) -> dict[str, Any]:
@@ -70,7 +74,7 @@ def _best(cfg: Config) -> dict[str, Any]:
         value = f"{here.num_gpus} x {here.gpu.name}"
         raise ConfigError("parallel.auto", value, error.rule, fix)
     first = plan.fitting[0]
-    fields = {name: getattr(first.cfg.parallel, name) for name in FIELDS}
+    fields = {name: to_values(getattr(first.cfg.parallel, name)) for name in FIELDS}
     return {"fields": fields, "reason": _reason(first, plan.fitting, here, fixed)}
 
 
@@ -80,7 +84,9 @@ def _reason(
     """Describe the choice: the devices, how many layouts fit, the lead over the next mesh."""
     p = first.cfg.parallel
     words = describe(first.cfg).replace("one GPU", "one device")
-    text = f"{words}, zero {p.zero}, remat {p.remat}, microbatches {p.num_microbatches}: the "
+    text = (
+        f"{words}, zero {p.zero}, remat {written(p.remat)}, microbatches {p.num_microbatches}: the "
+    )
     text += f"fastest of {len(fitting):,} that fit {here.num_gpus} x {here.gpu.name}, "
     text += f"{first.memory.total / GIB:.1f} GiB each"
     other = next((one for one in fitting if describe(one.cfg) != describe(first.cfg)), None)
@@ -132,7 +138,7 @@ def same_rows(cfg: Config, saved: Saved | None, num_devices: int) -> Config:
         if divided % _product(now, ROWS):
             rule = f"is that of {saved}, and {num_devices} devices cannot divide its rows "
             rule += f"{_product(now, ROWS)} ways"
-            fix = f"use {flag('parallel.auto', 'all')}, or axes that divide them fewer ways: "
+            fix = f"use {flag('parallel.auto', (ALL,))}, or axes that divide them fewer ways: "
             raise ConfigError(path, value_of(cfg, path), rule, fix + flag("parallel.tensor", 2))
     rows = batch // _product(now, ROWS)
     # A device's share of a microbatch, in tokens: before, and now with n microbatches.

@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpar.checkpoint import Saved, best
-from jaxpar.config import Config, ConfigError, replace
-from jaxpar.config.lists.held_out_sets import HELD_OUT, TEST, HeldOutSet, held_out_sets
+from jaxpar.config import Config, ConfigError, EvaluationSet, replace
+from jaxpar.config.lists.held_out_sets import HELD_OUT, TEST, held_out_sets
 from jaxpar.config.lists.step_sizes import without_schedules
 from jaxpar.config.schema.optimizer import AVERAGED
 from jaxpar.data.formats.meta import TRAIN
@@ -63,16 +63,17 @@ def open_held_out(cfg: Config, mesh: Mesh, order: TokenOrder) -> HeldOut:
     return found
 
 
-def open_set(cfg: Config, mesh: Mesh, named: HeldOutSet, order: TokenOrder) -> Loader:
+def open_set(cfg: Config, mesh: Mesh, named: EvaluationSet, order: TokenOrder) -> Loader:
     """Open a set of `evaluation.sets`.
 
     Raises:   ConfigError that names the set, if it is missing or cannot be used.
     """
     field, given = "evaluation.sets", cfg.evaluation.sets
+    assert named.split is not None  # `held_out_sets` fills it in
     alone = without_schedules(replace(cfg, **{"data.held_out": named.path, "distill": None}))
     if named.split == TRAIN:
         check_tokenizers(cfg, field, given, [named.path])
-        only = {"data.path": named.path, "data.mixture": "", "data.mixture_schedule": ""}
+        only = {"data.path": named.path, "data.mixture": (), "data.mixture_schedule": ()}
         alone = replace(alone, **only)
     try:
         return open_loader(alone, mesh, named.split, order)
@@ -81,7 +82,7 @@ def open_set(cfg: Config, mesh: Mesh, named: HeldOutSet, order: TokenOrder) -> L
             raise
         rule, fix = f"{named.name}: {error.value} {error.rule}", error.fix
         if error.rule.startswith(("has no", "has an empty")):
-            fix = f"use {named.name}={named.path}:SPLIT, with a split that it has, or leave it out"
+            fix = f"use {named.name}:{named.path}:SPLIT, with a split that it has, or leave it out"
         raise ConfigError(field, given, rule, fix) from error
 
 

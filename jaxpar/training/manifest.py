@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from jaxpar.components.model import in_words as in_words_of_layers
-from jaxpar.config.lists.mixture import stages
-from jaxpar.config.lists.recorded_steps import bytes_of_a_step, recorded_steps
+from jaxpar.config.lists.recorded_steps import bytes_of_a_step
 from jaxpar.config.lists.step_sizes import in_words, step_sizes
 from jaxpar.config.serialize import to_json as text_of
 from jaxpar.config.values import class_name
@@ -129,7 +128,7 @@ def write(
         initial_weights.keep_files(run.origin, run.dir)
     if run.weights_from:
         manifest["weights_from"] = chosen_to_json(run.weights_from)
-    if steps := recorded_steps(run.cfg):
+    if steps := sorted(set(run.cfg.run.record_routing)):
         manifest["recorded_routing"] = {
             "files": [file_of(step) for step in steps],
             "bytes_of_each_uncompressed": bytes_of_a_step(run.cfg),
@@ -172,7 +171,7 @@ def _data(run: Run) -> str:
         + f", {epochs[source.dataset.name]:.3g} epochs"
         for source in sources
     ]
-    for stage in stages(run.cfg)[1:]:
+    for stage in run.cfg.data.mixture_schedule:
         parts = ", ".join(f"{weight / sum(stage.weights):.2%}" for weight in stage.weights)
         lines.append(f"after step {stage.step:,}: {parts} of the sequences")
     return "\n           ".join(lines)

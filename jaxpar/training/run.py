@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxpar import checkpoint
 from jaxpar.components.experts import experts_in
 from jaxpar.config import Config, ConfigError, layers
+from jaxpar.config.listed import written
 from jaxpar.config.lists.step_sizes import StepSize, config_of, step_sizes
 from jaxpar.config.remat_policies import saves_on_host
 from jaxpar.config.validate import resolve
@@ -390,7 +391,8 @@ def check_host_copies(cfg: Config, backend: str) -> None:
     unrolled, on_host = cfg.parallel.layer_loop == "unroll", saves_on_host(cfg.parallel)
     if backend == "gpu" and unrolled and on_host and xla_is_deterministic():
         rule = "fails in XLA's runtime when XLA_FLAGS requires deterministic kernels"
-        rule += f" and values are offloaded to the host by parallel.remat = {cfg.parallel.remat}"
+        rule += " and values are offloaded to the host by parallel.remat = "
+        rule += written(cfg.parallel.remat)
         fix = "use --parallel.layer-loop scan, remove the flag, or offload nothing (no :host)"
         raise ConfigError("parallel.layer_loop", "unroll", rule, fix)
 

@@ -19,6 +19,7 @@ from jaxpar.components.component import Component, FeedForward, Mixer
 from jaxpar.components.model import Layer, Norm, in_words
 from jaxpar.config import fields
 from jaxpar.config.layers import OURS
+from jaxpar.config.listed import form, has_fields, item_of, written
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -40,7 +41,7 @@ def values_text(default: Any, hint: Any) -> str:
         return ", ".join(_others(hint)) or hint.__name__
     if isinstance(default, tuple) and default and isinstance(default[0], Layer):
         return f"`{in_words(default)}`"
-    shown = f"{type(default).__name__}()" if isinstance(default, Component) else default
+    shown = f"{type(default).__name__}()" if isinstance(default, Component) else written(default)
     others = [text for text in _others(hint) if shown not in (text, f"{text}()")]
     others = [text for text in others if text != "None" or isinstance(default, Component)]
     return ", ".join([f"`{shown}`" if shown != "" else "(empty)", *others])
@@ -49,6 +50,9 @@ def values_text(default: Any, hint: Any) -> str:
 def _others(hint: Any) -> list[str]:
     """Return the choices of a field, or the types of one that may be None."""
     hint = getattr(hint, "__value__", hint)
+    if typing.get_origin(hint) is tuple:
+        item = item_of(hint)
+        return [] if item is None else [f"`{form(item)},…`"]
     if typing.get_origin(hint) is typing.Literal:
         return [str(choice) for choice in typing.get_args(hint)]
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
@@ -70,9 +74,21 @@ def section_table(name: str, cls: Any) -> list[str]:
             values = values_text(fields.default_of(path), hint)
         meaning = inspect.getdoc(inner) if always else fields.meanings(cls)[field]
         lines.append(_row(f"`{path}`", values, meaning or ""))
+        if has_fields(item := item_of(hint)):
+            lines += item_rows(path, item)
         if inner is not None:
             lines += section_table(path, inner)
     return lines
+
+
+def item_rows(path: str, item: Any) -> list[str]:
+    """Return the lines of the fields of a list's items."""
+    hints, rows = typing.get_type_hints(item), list[str]()
+    for field in dataclasses.fields(item):
+        values = values_text(field.default, hints[field.name])
+        meaning = fields.meanings_of(item)[field.name]
+        rows.append(_row(f"`{path}[].{field.name}`", values, meaning))
+    return rows
 
 
 def _row(*cells: str) -> str:

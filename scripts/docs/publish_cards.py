@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxpar.components.model import in_words
 from jaxpar.config import Config, layers
-from jaxpar.config.serialize import to_json
+from jaxpar.config.serialize import to_json, value_text
 
 #: What stays as it is, in this order.
 FIELDS = (
@@ -136,9 +136,10 @@ def left_out(name: str) -> bool:
 
 
 def flat(config: dict[str, Any]) -> dict[str, Any]:
-    """Return {section.field: value}, with fields of layers by address and the list in words."""
+    """Return {section.field: value}, with fields of layers by address and lists as texts."""
     sections = ((part, fields or {}) for part, fields in config.items())
     made = {f"{part}.{name}": v for part, fields in sections for name, v in fields.items()}
+    made |= {path: value_text(path, v) for path, v in made.items() if isinstance(v, list)}
     if not (values := made.get("model.layers")):  # older cards, whose model has a flag for each
         return made
     composed = layers.from_values(values)

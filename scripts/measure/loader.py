@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxpar.config import Config, ParallelConfig, replace
+from jaxpar.config import Config, ParallelConfig, Source, replace
 from jaxpar.data.formats.convert import convert
 from jaxpar.data.loader import Loader
 from jaxpar.data.options import ConvertOptions
@@ -65,7 +65,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         paths = make_sources(Path(folder))
         a, b, c = paths.values()
-        cases = {"one source": "", "two": f"{a}:0.7,{b}:0.3", "three": f"{a}:0.6,{b}:0.3,{c}:0.1"}
+        cases = {"one source": (), "two": (Source(a, 0.7), Source(b, 0.3))}
+        cases["three"] = (Source(a, 0.6), Source(b, 0.3), Source(c, 0.1))
         values = {"data.path": a, "data.seq_len": args.seq_len, "data.eos_id": EOS}
         values |= {"train.global_batch_size": args.batch, "model.vocab_size": VOCAB}
         mesh = make_mesh(ParallelConfig(data=1), jax.devices()[:1])

@@ -28,6 +28,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxpar.config import BatchSize, MixtureWeights, SequenceLength, Source
 from jaxpar.data.options import PrepareOptions
 from jaxpar.data.prepare.text import prepare
 from jaxpar.monitoring.recent_steps import read_recent
@@ -94,10 +95,10 @@ def write_config(folder: Path, steps: int) -> str:
     at = [round(steps * share) for share in (0.2, 0.35, 0.5, 0.7, 0.85)]
     file = folder / "scheduled.py"
     fields = {
-        "mixture": f"{paths[0]}:0.8,{paths[1]}:0.2",
-        "weights": f"{at[1]}:0.5,0.5;{at[4]}:0,1",
-        "lengths": f"0:16;{at[0]}:32;{at[3]}:64",
-        "batches": f"0:4;{at[1]}:8;{at[2]}:16",
+        "mixture": (Source(paths[0], 0.8), Source(paths[1], 0.2)),
+        "weights": (MixtureWeights(at[1], (0.5, 0.5)), MixtureWeights(at[4], (0, 1))),
+        "lengths": tuple(map(SequenceLength, (0, at[0], at[3]), (16, 32, 64))),
+        "batches": tuple(map(BatchSize, (0, at[1], at[2]), (4, 8, 16))),
     }
     file.write_text(CONFIG.format(steps=steps, **fields))
     return str(file)

@@ -239,7 +239,7 @@ def test_a_step_takes_only_what_belongs_to_it(trainer_of):
         "is not in the state": (dataclasses.replace(state, params={}), batch),
         r"of another trainer": (state.with_extra(mine=state.params), batch),
         "batch = .*: must be a Batch": (state, host.tokens),
-        r"batch.tokens = \(4, 32\): must have the shape of int32 \[8, 32\]": (
+        r"batch.tokens = \[4, 32\]: must have the shape of int32 \[8, 32\]": (
             *(state, jax.tree.map(lambda a: a[:4], host)),
         ),
         r"batch.labels = \(8, 16\)": (state, host.replace(labels=host.labels[:, :16])),
@@ -308,7 +308,7 @@ def test_a_step_takes_the_tokens_of_a_live_teacher(trainer_of):
 
 @pytest.mark.slow
 def test_a_step_returns_the_routing_that_a_run_records(trainer_of):
-    experts = {"model.layers.feed_forward": EXPERTS, "run.record_routing": "1"}
+    experts = {"model.layers.feed_forward": EXPERTS, "run.record_routing": (1,)}
     trainer = trainer_of(**experts, **{"evaluation.every": 0, "train.num_steps": 1})
     state = trainer.init()
     (batch,) = trainer.batches(state)

@@ -11,7 +11,7 @@ import pytest
 
 from jaxpar import checkpoint
 from jaxpar.certification import traces
-from jaxpar.checkpoint.averaging import Source, opened_weights, write_average
+from jaxpar.checkpoint.averaging import AveragedCheckpoint, opened_weights, write_average
 from jaxpar.checkpoint.inspection import verify
 from jaxpar.checkpoint.integrity import Damaged
 from jaxpar.checkpoint.saved import CARRIED
@@ -137,7 +137,10 @@ def test_what_cannot_be_averaged_is_one_error_and_makes_nothing(run, tmp_path, c
 def test_damage_that_only_the_values_show(run, tmp_path):
     saved = checkpoint.read_saved(run, 3)
     wrong = saved.fingerprints | {"params/layers/wq": "0" * 16}
-    sources = [Source(checkpoint.folder(run) / "3", known) for known in (wrong, saved.fingerprints)]
+    sources = [
+        AveragedCheckpoint(checkpoint.folder(run) / "3", known)
+        for known in (wrong, saved.fingerprints)
+    ]
     opened = [opened_weights(source, weights="trained") for source in sources]
     about = {"config": saved.config, "dataset": "", "versions": {}, "tokens_seen": 0}
     with pytest.raises(Damaged, match="params/layers/wq has fingerprint"):

@@ -32,7 +32,7 @@ EIGHT = {f"optimizer.{name}_moment_dtype": "8bit" for name in ("first", "second"
 UNEQUAL = {
     "parallel.data": 1,
     "parallel.pipeline": 2,
-    "parallel.layers_per_stage": "3,1",
+    "parallel.layers_per_stage": (3, 1),
     "parallel.num_microbatches": 2,
     "parallel.zero": 1,
 }

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 UNEQUAL = {
     "parallel.pipeline": 2,
     "parallel.num_microbatches": 2,
-    "parallel.layers_per_stage": "3,1",
+    "parallel.layers_per_stage": (3, 1),
 }
 
 #: Axes of meshes by number of replicas.

@@ -40,7 +40,7 @@ OWN = (Norms(),)
 UNEQUAL = {
     "parallel.pipeline": 2,
     "parallel.num_microbatches": 2,
-    "parallel.layers_per_stage": "3,1",
+    "parallel.layers_per_stage": (3, 1),
 }
 VIRTUAL = {
     "parallel.pipeline": 2,

@@ -49,7 +49,7 @@ def setup(tmp_path, devices):
     [
         (DATA_4, UNEQUAL),
         slow(DATA_4, UNEQUAL | OFFLOAD),
-        slow(UNEQUAL | {"parallel.layers_per_stage": "1,3,2,1"}, UNEQUAL),
+        slow(UNEQUAL | {"parallel.layers_per_stage": (1, 3, 2, 1)}, UNEQUAL),
         slow(UNEQUAL, UNEQUAL | VIRTUAL),
     ],
 )

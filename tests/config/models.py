@@ -1,5 +1,6 @@
 """The config that tests of rules begin with, and layers of each kind in its place."""
 
+from types import NoneType
 from typing import Any
 
 from jaxpar.config import (
@@ -15,6 +16,7 @@ from jaxpar.config import (
     replace,
 )
 from jaxpar.config.fields import is_required, leaf_paths
+from jaxpar.config.listed import has_fields, hints_of, item_of, members
 
 ATTENTION, GLU = Attention(num_heads=8, num_kv_heads=4, head_dim=32), Glu(704)
 LAYER = Layer("layers", ATTENTION, GLU)
@@ -39,3 +41,23 @@ DELTA = Layer(
 LATENT = LatentAttention(
     num_heads=8, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, kv_lora_rank=64
 )
+
+
+def lists_of(item: Any) -> list[tuple]:
+    """Lists of up to three items: good, out of range, twice, or out of order."""
+    usual = {int: [0, 1, 8, -1], float: [1.0, 0.5, 0.0, -1.0], str: ["a", "b", "", "full"]}
+    usual |= {NoneType: [None]}
+
+    def some(hint: Any, n: int) -> Any:
+        if (inner := item_of(hint)) is not None:
+            return tuple(some(inner, n + i) for i in range(n % 3 + 1))
+        if has_fields(hint):
+            return hint(*(some(of, n + i) for i, of in enumerate(hints_of(hint).values())))
+        found = [
+            v for one in members(hint) for v in ([one] if isinstance(one, str) else usual[one])
+        ]
+        return found[n % len(found)]
+
+    return [
+        tuple(some(item, n) for n in of) for of in ((0,), (1,), (0, 1), (1, 0), (2, 2), (0, 3, 2))
+    ]

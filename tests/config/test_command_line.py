@@ -15,7 +15,16 @@ import pytest
 
 from jaxpar import commands
 from jaxpar.commands import call
-from jaxpar.config import Config, ConfigError, MupConfig, RopeScaling, flag, replace, value_of
+from jaxpar.config import (
+    Config,
+    ConfigError,
+    MupConfig,
+    RematValue,
+    RopeScaling,
+    flag,
+    replace,
+    value_of,
+)
 from jaxpar.config.command_line import known_configs, load_config
 from jaxpar.config.serialize import from_json
 from jaxpar.runtime import exit_codes
@@ -242,7 +251,7 @@ VALUES = [
     ("model.tie_embeddings", "true", True),
     ("parallel.zero", "1", 1),
     ("compute.dtype", "bfloat16", "bfloat16"),
-    ("parallel.remat", "qkv,attn_out", "qkv,attn_out"),
+    ("parallel.remat", "qkv,attn_out", (RematValue("qkv"), RematValue("attn_out"))),
     ("run.compilation_cache", "", ""),
     ("run.dir", "None", "None"),
     ("run.dir", "runs/a=b c", "runs/a=b c"),

@@ -13,11 +13,13 @@ from jaxpar.config import (
     ConfigError,
     Rope,
     RopeScaling,
+    Source,
     command_line,
     config_file,
     default_of,
     replace,
 )
+from jaxpar.config.errors import shown
 from jaxpar.config.explain import errors_of
 from jaxpar.config.fields import field_types, leaf_paths
 from jaxpar.config.serialize import from_json, to_json
@@ -42,11 +44,12 @@ model.vocab_size=514 parallel.tensor=2 parallel.pipeline=2 | 4 | \
 model.num_layers=1 parallel.pipeline=2 | 2 | model.num_layers | at least 2: 1 layer for each of 2
 model.num_layers=3 parallel.pipeline=2 parallel.virtual_stages=2 parallel.num_microbatches=2 | 2 | \
     model.num_layers | for each of 4 virtual stages
-parallel.pipeline=2 parallel.layers_per_stage=3;1 | 2 | parallel.layers_per_stage | by commas
-parallel.pipeline=2 parallel.layers_per_stage=-3,7 | 2 | parallel.layers_per_stage | by commas
+parallel.pipeline=2 parallel.layers_per_stage=-3,7 | 2 | \
+    parallel.layers_per_stage[0] | must be at least 1
 parallel.pipeline=2 parallel.layers_per_stage=1,1,2 | 2 | parallel.layers_per_stage | but has 3
 parallel.layers_per_stage=3,1 | 1 | parallel.layers_per_stage | each of 1 stages, but has 2
-parallel.pipeline=2 parallel.layers_per_stage=4,0 | 2 | parallel.layers_per_stage | stages a layer
+parallel.pipeline=2 parallel.layers_per_stage=4,0 | 2 | \
+    parallel.layers_per_stage[1] | must be at least 1
 parallel.pipeline=2 parallel.layers_per_stage=3,2 | 2 | \
     parallel.layers_per_stage | add up to model.num_layers = 4, not to 5
 parallel.pipeline=2 parallel.virtual_stages=2 parallel.num_microbatches=2 \
@@ -172,15 +175,14 @@ MIXER.rope.scaling.low_freq_factor=0 | 1 | MIXER.rope.scaling.low_freq_factor | 
 MIXER.rope.scaling.original_max_position=0 | 1 | \
     MIXER.rope.scaling.original_max_position | at least 1
 # the rest
-parallel.remat=everything | 1 | parallel.remat | one of none, dots, dots_offload, attn_out, full
-parallel.remat=qkv,atn_out | 1 | parallel.remat | names from attn_norm
-parallel.remat=dots,qkv | 1 | parallel.remat | one of none, dots
-parallel.remat= | 1 | parallel.remat | one of none, dots
-parallel.remat=attn_ot:host | 1 | parallel.remat | :host after a name
-parallel.remat=layer_input | 1 | parallel.remat | always saves layer_input
-parallel.layer_loop=unroll parallel.remat_layers=a:b=full | 1 | \
-    parallel.remat_layers | SLICE=POLICY
-parallel.layer_loop=scan parallel.remat_layers=::2=full | 1 | \
+parallel.remat= | 1 | parallel.remat | must be a policy, or name values
+parallel.remat=qkv,moe_tokens | 1 | parallel.remat | which only experts have
+parallel.remat=[layer_input] | 1 | parallel.remat | always saves layer_input
+parallel.layer_loop=unroll parallel.remat_layers=full,[qk,qk:host]::2 | 1 | \
+    parallel.remat_layers[1].policy | name each value once
+parallel.layer_loop=unroll parallel.remat_layers=full:::0 | 1 | \
+    parallel.remat_layers[0].step | at least 1
+parallel.layer_loop=scan parallel.remat_layers=full:::2 | 1 | \
      parallel.remat_layers | a scan has one policy
 parallel.remat_group=3 | 1 | parallel.remat_group | must divide
 parallel.remat_group=2 parallel.layer_loop=unroll | 1 | \
@@ -201,12 +203,10 @@ checkpoint.resume=must checkpoint.every=0 | 1 | \
     checkpoint.resume | needs checkpoints, but checkpoint.every is 0
 run.dir= | 1 | run.dir | must name a folder
 data.path= | 1 | data.path | must name a folder
-data.mixture=web | 1 | data.mixture | must be PATH:WEIGHT,PATH:WEIGHT, but 'web' has no weight
-data.mixture=web:1,code:many | 1 | data.mixture | 'code:many' has no weight
-data.mixture=web:1,:2 | 1 | data.mixture | ':2' has no path
-data.mixture=web:1,code:0 | 1 | data.mixture | needs weights above 0, but code has 0
-data.mixture=web:nan | 1 | data.mixture | needs weights above 0
-data.mixture=web:1,code:2,web:3 | 1 | data.mixture | contains web twice
+data.mixture=web:1,:2 | 1 | data.mixture[1].path | must not be empty
+data.mixture=web:1,code:0 | 1 | data.mixture[1].weight | must be above 0
+data.mixture=web:nan | 1 | data.mixture[0].weight | must be finite
+data.mixture=web:1,code:2,web:3 | 1 | data.mixture | has the path web twice
 data.eos_id=-1 | 1 | data.eos_id | must not be negative
 metrics.wandb=a/b/c | 1 | metrics.wandb | must be PROJECT or ENTITY/PROJECT
 metrics.prometheus_port=65536 | 1 | metrics.prometheus_port | must be at most 65,535
@@ -243,7 +243,7 @@ def test_a_bad_config_is_refused_and_every_fix_works(text, devices, field, rule)
         resolve(cfg, int(devices))
     errors = errors_of(caught.value)
     (error,) = (one for one in errors if one.field == field and rule in one.rule)
-    assert str(error).startswith(f"{field} = {error.value!r}: ")
+    assert str(error).startswith(f"{field} = {shown(error.value)}: ")
     assert str(caught.value).count("\n") == len(errors) * (len(errors) > 1)
     ways = fixes(error)
     assert ways and all(ways), f"names no setting: {error.fix}"
@@ -282,8 +282,8 @@ def test_a_path_that_no_system_takes_is_refused(path, value):
         check(replace(Config(), **{path: value}))
     assert caught.value.field == path
     check(replace(Config(), **{path: "a/" + 127 * "é" + 1900 * "/a"}))
-    with pytest.raises(ConfigError, match=r"data\.mixture = .* 255 per name"):
-        check(replace(Config(), **{"data.mixture": f"web:1,{value}:2"}))
+    with pytest.raises(ConfigError, match=r"data\.mixture\[1\]\.path = .* 255 per name"):
+        check(replace(Config(), **{"data.mixture": (Source("web", 1), Source(value, 2))}))
 
 
 UNKNOWN = [

@@ -59,7 +59,7 @@ def test_what_may_be():
             r"largest logits would be those.*--diloco None",
         ),
         ({"compute.dtype": "float16"}, r"'float16': .*: all replicas have one loss scale"),
-        ({"parallel.auto": "all"}, r"replicas change what is computed"),
+        ({"parallel.auto": ("all",)}, r"replicas change what is computed"),
         (
             {"parallel.virtual_stages": 2, "parallel.pipeline": 2, "parallel.num_microbatches": 2},
             r"virtual_stages = 2: .*: layers are stored in another order",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import Config, ConfigError, Source, replace
 from jaxpar.config.validate import check
 
 GOOD = replace(Config(), **{"distill.teacher": "runs/teacher", "distill.temperature": 2.0})
@@ -11,7 +11,7 @@ GOOD = replace(Config(), **{"distill.teacher": "runs/teacher", "distill.temperat
 def test_what_may_be():
     check(GOOD)
     check(replace(GOOD, **{"distill.weight": 1.0, "distill.top_k": Config().model.vocab_size}))
-    check(replace(GOOD, **{"lora.rank": 4, "data.mixture": "a:1,b:2"}))
+    check(replace(GOOD, **{"lora.rank": 4, "data.mixture": (Source("a", 1.0), Source("b", 2.0))}))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxpar.config import ConfigError, replace
+from jaxpar.config import ConfigError, Source, replace
 from jaxpar.config.validate import check
 from tests.config.models import BASE, EXPERTS
 
@@ -25,8 +25,8 @@ def test_what_may_be():
             r"document_mask = False: .*: two responses",
         ),
         (
-            {"data.mixture": "a:1,b:1"},
-            r"mixture = 'a:1,b:1': .*: pairs come",
+            {"data.mixture": (Source("a", 1.0), Source("b", 1.0))},
+            r"mixture = 'a:1.0,b:1.0': .*: pairs come",
         ),
         (
             {"data.loss_on": "all"},

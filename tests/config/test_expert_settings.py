@@ -15,6 +15,7 @@ from jaxpar.config import (
     command_line,
     replace,
 )
+from jaxpar.config.errors import shown
 from jaxpar.config.explain import errors_of
 from jaxpar.config.validate import check
 from tests.config.test_config import fixes
@@ -34,7 +35,7 @@ DENSE = {"model.layers": FIRST}
 STAGES = DENSE | {"parallel.pipeline": 2, "parallel.num_microbatches": 2}
 LORA = {"lora.rank": 2, "lora.targets": "q_proj"}
 NO_EXPERTS = {FF: GLU}
-RECORD = {"run.record_routing": "1,3"}
+RECORD = {"run.record_routing": (1, 3)}
 WIDE = Experts(expert=Glu(32), num_experts=4, experts_per_token=2)
 FLOAT8 = {"compute.matmul_dtype": "float8", "model.d_model": 32, FF: WIDE} | {
     "model.layers.mixer.num_heads": 8,
@@ -112,7 +113,7 @@ CASES = [
         "num_layers = 3: must be at least 5: 1 layer for each of 4 stages.*and the 1 before those",
     ),
     (
-        STAGES | {"parallel.layers_per_stage": "2,1"},
+        STAGES | {"parallel.layers_per_stage": (2, 1)},
         "per_stage = '2,1': must add up to 2, the layers after the first 1, which .* not to 3",
     ),
     (
@@ -167,12 +168,11 @@ CASES = [
         RECORD | LORA,
         "routing = '1,3': is not supported with lora.rank = 2: the router",
     ),
-    ({"run.record_routing": "first"}, "= 'first': must be numbers of steps.*ng 1,1000"),
-    ({"run.record_routing": "-1"}, "= '-1': must be numbers of steps, separated by commas"),
-    ({"run.record_routing": "0,5"}, "= '0,5': must name steps of the run, from 1 to.*= 1000"),
+    ({"run.record_routing": "first"}, "= 'first': must be a list of numbers, separated by commas"),
+    ({"run.record_routing": (5, 0)}, r"record_routing\[1\] = 0: must be at least 1.*routing 5,1"),
     (RECORD | {"train.num_steps": 2}, "= '1,3': must name steps of.*routing 2, or.*steps 3"),
     (
-        {"run.record_routing": ",".join(map(str, range(1, 102)))},
+        {"run.record_routing": tuple(range(1, 102))},
         "names 101 steps, and must name at most 100.*ng 1,2,3,4,5,6,7,8,9,10",
     ),
     (
@@ -199,7 +199,7 @@ def test_one_error_whose_fixes_work(values, said):
         bad = replace(CONFIG, **values)  # which refuses values of another type in layers
         check(bad)
     (error, *_) = (one for one in errors_of(caught.value) if re.search(said, str(one)))
-    assert str(error).startswith(f"{error.field} = {error.value!r}: {error.rule}. Fix: use --")
+    assert str(error).startswith(f"{error.field} = {shown(error.value)}: {error.rule}. Fix: use --")
     for way in fixes(error):
         fixed = command_line.parse_overrides(bad, way)
         assert (error.field, error.rule) not in broken_rules(fixed), way

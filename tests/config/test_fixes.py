@@ -11,15 +11,16 @@ from types import NoneType
 
 import pytest
 
-from jaxpar.config import Config, ConfigError, default_of, flag, replace, value_of
-from jaxpar.config.command_line import members, parse_overrides, read_config
+from jaxpar.config import Config, ConfigError, Source, default_of, flag, replace, value_of
+from jaxpar.config.command_line import parse_overrides, read_config
 from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.explain import errors_of, fixes_of, options_in, same_rule
 from jaxpar.config.fields import field_types, leaf_paths
 from jaxpar.config.layers import BESIDE, addressed, all_paths, type_at
+from jaxpar.config.listed import item_of, members, written
 from jaxpar.config.validate import check, resolve
 from jaxpar.planning.predict.hardware import gpu_named
-from tests.config.models import BASE, DELTA, EXPERTS, LAYER, OF_EXPERTS, setting
+from tests.config.models import BASE, DELTA, EXPERTS, LAYER, OF_EXPERTS, lists_of, setting
 
 #: Most fixes to follow. Fields that a feature alone reads are refused one by one.
 MOST = 16
@@ -118,7 +119,7 @@ def test_first_fixes_end_for_a_recurrent_last_layer():
 
 
 def test_a_mixture_needs_no_path_beside_it():
-    check(replace(BASE, **{"data.path": "", "data.mixture": "a:1,b:2"}))
+    check(replace(BASE, **{"data.path": "", "data.mixture": (Source("a", 1.0), Source("b", 2.0))}))
 
 
 def test_advice_for_targets_is_not_refused_in_turn():
@@ -143,6 +144,8 @@ def values_of(path: str, cfg: Config) -> list:
     hint = field_types()[path] if is_flag else type_at(cfg.model.layers, path)
     usual = {bool: [False, True], int: [0, 1, 2, 3, 8], float: [0.0, 0.1, 1.0], NoneType: [None]}
     found = [default_of(path)] if is_flag else []
+    if (item := item_of(hint)) is not None:
+        found += [(), *lists_of(item)]
     for one in members(hint):
         found += [one] if isinstance(one, str) else usual.get(one, [])
     if is_flag:
@@ -171,7 +174,7 @@ def random_words(rng: random.Random, cfg: Config, most: int, sections: Sequence[
         is_off = path in leaf_paths() and value_of(cfg, path.rpartition(".")[0]) is None
         found = {path: rng.choice(values_of(path, cfg))}
         fields |= setting(path, found[path]) if is_off else found
-    return [word for path, value in fields.items() for word in (flag(path), str(value))]
+    return [word for path, value in fields.items() for word in (flag(path), written(value))]
 
 
 @pytest.mark.parametrize("number", [100, pytest.param(5000, marks=pytest.mark.slow)])

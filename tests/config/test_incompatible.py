@@ -10,6 +10,7 @@ import pytest
 from jaxpar.config import Glu, KimiDeltaAttention, Layer, Mlp, QkNorm, default_of, replace
 from jaxpar.config.fields import field_types, optional_sections, switch_of
 from jaxpar.config.incompatible import TABLE, combinations
+from jaxpar.config.listed import item_of
 from jaxpar.extend import Attention, component
 from tests.config.models import (
     ATTENTION,
@@ -20,6 +21,7 @@ from tests.config.models import (
     LATENT,
     LAYER,
     OF_EXPERTS,
+    lists_of,
     setting,
 )
 
@@ -117,6 +119,8 @@ def fields_of(label: str) -> dict[str, Any]:
     if path in optional_sections():  # enabled
         return setting(switch_of(path), default_of(switch_of(path)))
     hint, default = field_types()[path], default_of(path)
+    if (item := item_of(hint)) is not None:
+        return {path: lists_of(item)[0]}
     usual = {bool: [True, False], int: [0, 1, 2], float: [0.0, 0.1, 1.5], str: ["", "1:2"]}
     words = [word for one in (hint, *typing.get_args(hint)) for word in typing.get_args(one)]
     values = [*usual.get(hint, []), *(word for word in words if isinstance(word, str | int))]

@@ -8,10 +8,11 @@ import pytest
 from jaxpar.commands import COMMANDS, module_of
 from jaxpar.components.ranges import MAX_INT, Range, Size, declared_range
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.config.command_line import members, parse_overrides
+from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.config_file import load_config
 from jaxpar.config.fields import field_types, range_of, unknown_field
 from jaxpar.config.layers import OURS
+from jaxpar.config.listed import members
 from jaxpar.config.numerals import number, only_digits, whole_number
 from jaxpar.config.option_fields import declared
 from jaxpar.config.rules.numbers import numbers

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar.commands import read
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import Config, ConfigError, Source, replace
 from jaxpar.config.config_file import load_config
 from jaxpar.config.rules import paths
 from jaxpar.config.validate import check
@@ -51,8 +51,8 @@ def test_a_path_that_cannot_be_used_is_refused(field, name):
 
 @pytest.mark.parametrize("name", ["https://host/x", "runs/\udcff"])
 def test_those_of_a_mixture_and_of_a_conversion_too(name):
-    with pytest.raises(ConfigError, match=r"data.mixture = "):
-        check(replace(Config(), **{"data.mixture": f"{name}:1,b:2"}))
+    with pytest.raises(ConfigError, match=r"data\.mixture\[0\]\.path = "):
+        check(replace(Config(), **{"data.mixture": (Source(name, 1), Source("b", 2))}))
     with pytest.raises(ConfigError, match=r"^OUTPUT = "):
         refuse_used("OUTPUT", Path(name))
 

@@ -53,7 +53,7 @@ CASES = [
         "num_layers = 2: must be at least 3: 2 layers for each of 2 stages .* repeat after 2",
     ),
     (
-        STAGES | {"parallel.layers_per_stage": "1,3"},
+        STAGES | {"parallel.layers_per_stage": (1, 3)},
         "stage = '1,3': must be multiples of 2 except the last, .* repeat after 2.*stage 2,2",
     ),
     (

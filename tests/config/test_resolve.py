@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import Config, ConfigError, Source, replace
 from jaxpar.config.command_line import parse_overrides, read_config
 from jaxpar.config.validate import check, resolve
 
@@ -68,7 +68,10 @@ def test_a_length_in_epochs_is_unknown_before_the_data_is_open():
     check(replace(Config(), **epochs))
     for other, said in (
         ({"train.num_tokens": 10}, r"is not supported with train\.num_tokens = 10"),
-        ({"data.mixture": "a:1,b:1"}, "each source has passes of its own"),
+        (
+            {"data.mixture": (Source("a", 1.0), Source("b", 1.0))},
+            "each source has passes of its own",
+        ),
         ({"train.num_epochs": -1.0}, "must not be negative"),
         ({"train.num_epochs": float("nan")}, "must be finite"),
     ):

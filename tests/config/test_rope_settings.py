@@ -34,11 +34,11 @@ BASE = replace(TINY, **{"model.layers.mixer.head_dim": 8, "parallel.layer_loop":
         ("scaling.kind=longrope", "short_factors = '': must be 4 numbers above 0"),
         (
             "scaling.kind=longrope scaling.short_factors=1,1,1,1 scaling.long_factors=1,2,3",
-            "long_factors = '1,2,3': must be 4 numbers",
+            "long_factors = '1.0,2.0,3.0': must be 4 numbers",
         ),
         (
             "scaling.kind=longrope scaling.short_factors=1,1,1,0",
-            "short_factors = '1,1,1,0': must be 4 numbers above 0",
+            "short_factors = '1.0,1.0,1.0,0.0': must be 4 numbers above 0",
         ),
     ],
 )

@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import BatchSize, Config, ConfigError, SequenceLength, replace
+from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.lists.step_sizes import StepSize, config_of, sequences_before, step_sizes
 from jaxpar.config.validate import check, resolve
 
@@ -12,10 +13,10 @@ BASE = replace(
         "train.global_batch_size": 32,
         "data.seq_len": 64,
         "parallel.num_microbatches": 4,
-        "train.batch_schedule": "0:8; 100:16; 300:32",
+        "train.batch_schedule": (BatchSize(0, 8), BatchSize(100, 16), BatchSize(300, 32)),
     },
 )
-SHORT = {"data.length_schedule": "0:16; 200:64"}
+SHORT = {"data.length_schedule": (SequenceLength(0, 16), SequenceLength(200, 64))}
 
 
 def microbatches(cfg: Config) -> list[int]:
@@ -27,7 +28,7 @@ def test_a_smaller_batch_has_fewer_microbatches_of_the_same_size():
     found = step_sizes(cfg)
     assert found.sizes == (StepSize(0, 8, 64), StepSize(100, 16, 64), StepSize(300, 32, 64))
     assert microbatches(cfg) == [1, 2, 4]
-    assert config_of(cfg, found.sizes[-1]) == replace(cfg, **{"train.batch_schedule": ""})
+    assert config_of(cfg, found.sizes[-1]) == replace(cfg, **{"train.batch_schedule": ()})
     rows = {size.rows // n for size, n in zip(found.sizes, microbatches(cfg), strict=True)}
     assert rows == {8}
 
@@ -74,36 +75,33 @@ def test_sizes_move_to_the_steps_that_use_their_batches():
     assert found.sizes == (StepSize(0, 16, 64), StepSize(200, 32, 64))
 
 
+BATCHES, LENGTHS = "train.batch_schedule", "data.length_schedule"
+
+
 @pytest.mark.parametrize(
     ("path", "text", "said"),
     [
-        ("train.batch_schedule", "8", "must be STEP:SIZE"),
-        ("train.batch_schedule", "0:8;x:32", "must be STEP:SIZE"),
-        ("train.batch_schedule", "5:8;9:32", "ascending steps from 0"),
-        ("train.batch_schedule", "0:8;9:16;9:32", "ascending steps from 0"),
-        ("train.batch_schedule", "0:8;9:16;5:32", "ascending steps from 0"),
-        ("train.batch_schedule", f"0:8;{10**30}:32", "at most 2147483647"),
-        ("train.batch_schedule", "0:0;9:32", "sizes of at least 1"),
-        (
-            "train.batch_schedule",
-            "0:8;9:16",
-            "size is 32.*--train.global-batch-size 16",
-        ),
-        (
-            "train.batch_schedule",
-            "0:8;9:64",
-            "size of 64, but train.global_batch_size is 32",
-        ),
-        ("train.batch_schedule", "0:12;9:32", "multiples of 8, the sequences of a microbatch"),
-        ("train.batch_schedule", ";".join(f"{n}:32" for n in range(200)), "more than 100"),
-        ("data.length_schedule", "0:24;9:64", "lengths that divide data.seq_len = 64"),
-        ("data.length_schedule", "0:64;9:128", "but data.seq_len is 64.*--data.seq-len 128"),
-        ("data.length_schedule", "5:64", "ascending steps from 0"),
+        (BATCHES, "8", "must be a list of STEP:SEQUENCES.*, but '8' has no sequences"),
+        (BATCHES, "0:8,x:32", "'x' is not a whole number.*Fix: use --train.batch-schedule 0:8"),
+        (BATCHES, "0:8:9,9:32", "'0:8:9' has more than STEP:SEQUENCES"),
+        (BATCHES, "5:8,9:32", "must begin with step 0, but begins with 5"),
+        (BATCHES, "0:8,9:16,9:32", "has the step 9 twice"),
+        (BATCHES, "0:8,9:16,5:32", "must have ascending steps, but has 0, 9, 5"),
+        (BATCHES, f"0:8,{10**30}:32", r"batch_schedule\[1\].step = 10+: must be at most 2,147,4"),
+        (BATCHES, "0:0,9:32", r"batch_schedule\[0\]\.sequences = 0: must be at least 1"),
+        (BATCHES, "0:8,9:16", "size is 32.*--train.global-batch-size 16"),
+        (BATCHES, "0:8,9:64", "size of 64, but train.global_batch_size is 32"),
+        (BATCHES, "0:12,9:32", "multiples of 8, the sequences of a microbatch"),
+        (BATCHES, ",".join(f"{n}:32" for n in range(200)), "has 200 items, more than 100"),
+        (LENGTHS, "0:24,9:64", "lengths that divide data.seq_len = 64"),
+        (LENGTHS, "0:64,9:128", "but data.seq_len is 64.*--data.seq-len 128"),
+        (LENGTHS, "5:64", "must begin with step 0, but begins with 5"),
     ],
 )
 def test_a_bad_schedule_is_one_error(path, text, said):
-    with pytest.raises(ConfigError, match=f"{path} = .*{said}"):
-        check(replace(BASE, **{path: text}))
+    with pytest.raises(ConfigError, match=said) as caught:
+        check(parse_overrides(BASE, [f"--{path}={text}"]))
+    assert caught.value.field.startswith(path)
 
 
 def test_each_size_has_to_fit_the_mesh():
@@ -112,7 +110,7 @@ def test_each_size_has_to_fit_the_mesh():
     rounds = {"parallel.pipeline": 4, "parallel.virtual_stages": 2, "model.num_layers": 8}
     with pytest.raises(ConfigError, match=r"batch_schedule = .* has 8 seq.*num_microbatches = 1"):
         resolve(replace(BASE, **rounds), 4)
-    few = {"parallel.num_microbatches": 1, "train.batch_schedule": "0:8;9:32"}
+    few = {BATCHES: (BatchSize(0, 8), BatchSize(9, 32)), "parallel.num_microbatches": 1}
     with pytest.raises(ConfigError, match=r"Fix: use .*, or --parallel\.num-microbatches 4"):
         resolve(replace(BASE, **few), 8)
     with pytest.raises(ConfigError, match=r"Fix: use --train\.batch-schedule ''"):
@@ -121,7 +119,13 @@ def test_each_size_has_to_fit_the_mesh():
 
 def test_a_batch_has_whole_sequences_of_the_longest_length():
     cfg = replace(BASE, **SHORT, **{"data.length_keeps": "sequences"})
-    cfg = replace(cfg, **{"train.batch_schedule": "0:2;9:32", "parallel.num_microbatches": 16})
+    cfg = replace(
+        cfg,
+        **{
+            "train.batch_schedule": (BatchSize(0, 2), BatchSize(9, 32)),
+            "parallel.num_microbatches": 16,
+        },
+    )
     with pytest.raises(ConfigError, match="into 4 of 16 tokens, which does not divide a ba"):
         check(cfg)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxpar.commands import call
-from jaxpar.config import Config, ConfigError, ParallelConfig, replace
+from jaxpar.config import Config, ConfigError, ParallelConfig, Source, replace
 from jaxpar.data.loader import Loader
 from jaxpar.data.sources import open_tokens
 from jaxpar.sharding.mesh import make_mesh
@@ -184,7 +184,10 @@ MISUSED: dict[str, tuple[Callable[[Path], dict[str, object]], str, str]] = {
         r"x\.bin does not mark the ends of documents",
     ),
     "a member of a mixture": (
-        lambda path: {"data.mixture": f"{path}:1,{path}.none:2", "data.eos_id": 0},
+        lambda path: {
+            "data.mixture": (Source(str(path), 1), Source(f"{path}.none", 2)),
+            "data.eos_id": 0,
+        },
         "data.mixture",
         "does not exist",
     ),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from jaxpar.config import Config, ConfigError, ParallelConfig, replace
+from jaxpar.config import Config, ConfigError, ParallelConfig, Source, replace
 from jaxpar.data.formats.convert import convert
 from jaxpar.data.formats.inspect import inspect_tokens
 from jaxpar.data.formats.meta import read_meta
@@ -172,7 +172,7 @@ def test_only_targets_are_labels(chat):
 
 def test_chat_mixes_with_text(chat, dataset):
     """In text every token is learnt, in chat the targets; positions of both restart."""
-    mixture = {"data.mixture": f"{chat}:1,{dataset}:1"}
+    mixture = {"data.mixture": (Source(str(chat), 1.0), Source(str(dataset), 1.0))}
     loader = loader_of(config(chat, **mixture))
     alone = {str(p): loader_of(config(p)) for p in (chat, dataset)}
     sources, before = loader._mixture.places(np.arange(40))

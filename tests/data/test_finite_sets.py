@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.config import Config, ParallelConfig, replace
+from jaxpar.config import Config, ParallelConfig, Source, replace
 from jaxpar.data.loader import Loader, open_loader
 from jaxpar.data.options import PreparePairsOptions
 from jaxpar.data.pairs import PairLoader, plan_rows
@@ -101,7 +101,7 @@ def test_a_mixture_is_read_once_too(tmp_path):
         for split in ("train", "val"):
             shutil.copy(numbered(tmp_path, source, count), folder / f"{split}.bin")
         folders.append(str(folder))
-    mixed = ", ".join(f"{f}:{w}" for f, w in zip(folders, (5, 3, 2), strict=True))
+    mixed = tuple(map(Source, folders, (5, 3, 2)))
     cfg = config("", **{"data.path": "", "data.mixture": mixed})
     for most in (8, 16, 512):
         found: list[list[int]] = []
@@ -125,7 +125,9 @@ def test_bytes_per_token_are_those_of_what_is_read(tmp_path):
             self.dataset, self.weight = type("Data", (), {"bytes_per_token": ratio}), 0.5
 
     paths = [numbered(tmp_path, source, count) for source, count in enumerate((2, 30))]
-    cfg = config("", **{"data.path": "", "data.mixture": f"{paths[0]}:1, {paths[1]}:1"})
+    cfg = config(
+        "", **{"data.path": "", "data.mixture": tuple(Source(str(path), 1) for path in paths)}
+    )
     loader = Loader(cfg, mesh_of(data=1))
     numbers = loader.first_sequences(32)
     loader.sources = [Known(2.0), Known(4.0)]  # type: ignore[list-item]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxpar import Loss
-from jaxpar.config import Config, ConfigError, ParallelConfig, replace
+from jaxpar.config import Config, ConfigError, MixtureWeights, ParallelConfig, Source, replace
 from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.serialize import from_json, to_json
 from jaxpar.config.validate import check
@@ -37,7 +37,7 @@ def paths(tmp_path_factory) -> list[str]:
 def cfg(paths) -> Config:
     """The three, mixed 5 : 1 : 4."""
     values = {
-        "data.mixture": f"{paths[0]}:0.5,{paths[1]}:0.1, {paths[2]}:0.4",
+        "data.mixture": tuple(map(Source, paths, (0.5, 0.1, 0.4))),
         "data.eos_id": 9,
         "data.seq_len": LENGTH,
         "train.global_batch_size": BATCH,
@@ -176,19 +176,21 @@ def test_apportion(weights, total, counts):
 
 def test_identity_of_a_mixture(cfg, paths):
     """Weights, members and their order count; where they lie does not."""
-    mixtures = [cfg.data.mixture, f"{paths[0]}:1,{paths[1]}:1", f"{paths[1]}:1,{paths[0]}:1"]
-    mixtures += [f"{paths[0]}:1,{paths[1]}:2", f"{paths[0]}:1"]
-    found = {fingerprint(replace(cfg, **{"data.mixture": mixture})) for mixture in mixtures}
-    assert len(found) == 5
+    one, other, more = Source(paths[0], 1), Source(paths[1], 1), Source(paths[1], 2)
+    mixtures = [cfg.data.mixture, (one, other), (other, one), (one, more), (one,)]
+    of = lambda mixture: fingerprint(replace(cfg, **{"data.mixture": mixture}))  # noqa: E731
+    assert len(set(map(of, mixtures))) == 5
+    assert of((Source(paths[0], 1.0),)) == of((one,))
 
 
 def test_held_out_windows_of_a_mixture(paths, dataset):
     """Named apart, or the sources' own held-out splits mixed by the same weights, in text order."""
-    values = {"data.mixture": f"{paths[0]}:1", "data.held_out": paths[1], "data.eos_id": 9}
+    values = {"data.mixture": (Source(paths[0], 1),), "data.held_out": paths[1], "data.eos_id": 9}
     base = replace(Config(), **{"data.seq_len": LENGTH, "train.global_batch_size": BATCH} | values)
     rows = seen(Loader(base, mesh_of(1), "val"), range(2))
     assert rows[:, 0].tolist() == [1] * 16 and rows[:, 1].tolist() == list(range(16))
-    own = replace(base, **{"data.mixture": f"{dataset}:1,{paths[0]}:1", "data.held_out": ""})
+    mixture = (Source(str(dataset), 1), Source(paths[0], 1))
+    own = replace(base, **{"data.mixture": mixture, "data.held_out": ""})
     with pytest.raises(ConfigError, match="has no val split") as error:
         Loader(own, mesh_of(1), "val")
     assert error.value.field == "data.mixture"
@@ -197,11 +199,12 @@ def test_held_out_windows_of_a_mixture(paths, dataset):
 def test_a_mixture_travels_through_json_and_the_command_line(cfg):
     assert from_json(to_json(cfg)) == cfg
     asked = parse_overrides(Config(), ["--data.mixture", "a:0.7,b:0.3"])
-    assert asked.data.mixture == "a:0.7,b:0.3"
+    assert asked.data.mixture == (Source("a", 0.7), Source("b", 0.3))
 
 
 def test_the_tokenizer_is_the_first_source_s(cfg, paths, dataset):
-    first = replace(cfg, **{"data.mixture": f"{dataset}:1,{paths[0]}:1"})
+    mixture = (Source(str(dataset), 1), Source(paths[0], 1))
+    first = replace(cfg, **{"data.mixture": mixture})
     assert tokenizer_folder(first) == str(dataset)
     assert tokenizer_folder(replace(Config(), **{"data.path": "none"})) == "none"
     with pytest.raises(ConfigError, match="has tokens without their tokenizer"):
@@ -214,7 +217,7 @@ def test_different_tokenizers_do_not_mix(corpus, dataset, tmp_path):
     prepare(PrepareOptions(input=(str(corpus),), output=other, tokenizer="bpe:300", holdout=0.3))
     base = {"data.path": str(dataset), "data.seq_len": LENGTH, "train.global_batch_size": BATCH}
     for field, value, split in [
-        ("data.mixture", f"{dataset}:1,{other}:1", "train"),
+        ("data.mixture", (Source(str(dataset), 1), Source(other, 1)), "train"),
         ("data.held_out", other, "val"),
     ]:
         with pytest.raises(ConfigError, match="was made with a different tokenizer than") as error:
@@ -222,7 +225,12 @@ def test_different_tokenizers_do_not_mix(corpus, dataset, tmp_path):
         assert error.value.field == field and error.value.value == value
 
 
-SCHEDULE = {"data.mixture_schedule": "50:0,0.5,0.5; 120:0.2,0.2,0.6"}
+SCHEDULE = {
+    "data.mixture_schedule": (
+        MixtureWeights(50, (0, 0.5, 0.5)),
+        MixtureWeights(120, (0.2, 0.2, 0.6)),
+    )
+}
 
 
 def test_a_schedule_changes_the_shares_and_each_source_goes_on(cfg):
@@ -266,25 +274,26 @@ def test_far_steps_of_a_stage_agree_with_near_ones():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("50", "must be STEP:WEIGHT"),
-        ("50:1,x,2", "must be STEP:WEIGHT"),
-        ("0:1,1,1", "ascending steps above 0"),
-        ("50:1,1,1;50:1,2,1", "ascending steps above 0"),
-        (f"{10**30}:1,1,1", "at most 2147483647"),
-        ("50:1,1", "a weight for each of the 3 sources"),
-        ("50:0,0,0", "not all of them 0"),
-        ("50:1,-1,1", "at least 0"),
-        ("50:1,inf,1", "at least 0"),
-        (";".join(f"{n}:1,1,1" for n in range(1, 200)), "more than 100"),
+        ("50", r"must be a list of STEP:\[WEIGHT,...\].*, but '50' has no weights"),
+        ("50:[1,x,2]", "but 'x' is not a number"),
+        ("0:[1,1,1]", r"mixture_schedule\[0\]\.step = 0: must be at least 1"),
+        ("50:[1,1,1],50:[1,2,1]", "has the step 50 twice"),
+        (f"{10**30}:[1,1,1]", "at most 2,147,483,647"),
+        ("50:[1,1]", "a weight for each of the 3 sources"),
+        ("50:1,2", "but '2' has no weights"),
+        ("50:[0,0,0]", "must not all be 0"),
+        ("50:[1,-1,1]", r"mixture_schedule\[0\]\.weights\[1\] = -1\.0: must not be negative"),
+        ("50:[1,inf,1]", "must be finite"),
+        (",".join(f"{n}:[1,1,1]" for n in range(1, 200)), "more than 100"),
     ],
 )
 def test_a_bad_schedule_is_one_error(cfg, text, said):
     with pytest.raises(ConfigError, match=said):
-        check(replace(cfg, **{"data.mixture_schedule": text}))
+        check(parse_overrides(cfg, [f"--data.mixture-schedule={text}"]))
 
 
 def test_a_schedule_needs_several_sources(cfg):
-    one = replace(cfg, **{"data.mixture": "", "data.mixture_schedule": "50:1"})
+    one = replace(cfg, **{"data.mixture": (), "data.mixture_schedule": (MixtureWeights(50, (1,)),)})
     with pytest.raises(ConfigError, match=r"needs data\.mixture with several sources"):
         check(one)
 
@@ -329,6 +338,6 @@ def test_a_loss_may_read_the_source_of_each_token(cfg, paths):
     )
     wanted = loader.host_rows(1, np.arange(BATCH)).source
     np.testing.assert_array_equal(split.batch(1).source, wanted)
-    one = replace(reading, **{"data.mixture": "", "data.path": paths[1]})
+    one = replace(reading, **{"data.mixture": (), "data.path": paths[1]})
     assert not Loader(one, mesh_of(1), "train").host_rows(0, np.arange(BATCH)).source.any()
     assert Loader(cfg, mesh_of(1), "train").batch(0).extra == {}

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.config import Config, ParallelConfig, replace
+from jaxpar.config import BatchSize, Config, ParallelConfig, SequenceLength, replace
 from jaxpar.config.validate import resolve
 from jaxpar.data.loader import Loader, with_epochs
 from jaxpar.data.skips import SkippedBatches
@@ -12,8 +12,10 @@ from jaxpar.parallel.context import order_of, token_order
 from jaxpar.sharding.mesh import make_mesh
 
 BATCH, LENGTH = 8, 32
-BATCHES = {"train.batch_schedule": "0:2;3:4;7:8"}
-LENGTHS = {"data.length_schedule": "0:8;5:32;9:16"}
+BATCHES = {"train.batch_schedule": (BatchSize(0, 2), BatchSize(3, 4), BatchSize(7, 8))}
+LENGTHS = {
+    "data.length_schedule": (SequenceLength(0, 8), SequenceLength(5, 32), SequenceLength(9, 16))
+}
 STEPS = 12
 
 

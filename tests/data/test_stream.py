@@ -12,7 +12,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import (
+    BatchSize,
+    Config,
+    ConfigError,
+    MixtureWeights,
+    SequenceLength,
+    Source,
+    replace,
+)
 from jaxpar.data.formats.meta import read_meta
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.loader import Loader
@@ -153,12 +161,19 @@ def test_same_batches_on_every_mesh(sizes, pair):
 def test_same_batches_of_mixtures_and_schedules(pair, dataset):
     """Mixed with a prepared dataset, with weights, lengths and batches that change."""
     more = {
-        "data.mixture_schedule": "2:1,3",
-        "data.length_schedule": "0:8;3:16",
-        "train.batch_schedule": "0:4;2:8",
+        "data.mixture_schedule": (MixtureWeights(2, (1, 3)),),
+        "data.length_schedule": (SequenceLength(0, 8), SequenceLength(3, 16)),
+        "train.batch_schedule": (BatchSize(0, 4), BatchSize(2, 8)),
     }
     a, b = (
-        Loader(config(dataset, **more, **{"data.mixture": f"{path}:2,{dataset}:1"}), make_mesh())
+        Loader(
+            config(
+                dataset,
+                **more,
+                **{"data.mixture": (Source(str(path), 2.0), Source(str(dataset), 1.0))},
+            ),
+            make_mesh(),
+        )
         for path in pair
     )
     for step in range(6):

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import Config, ConfigError, Source, replace
 from jaxpar.data import teacher_cache
 from jaxpar.data.loader import Loader, open_loader
 from jaxpar.data.teacher_cache import (
@@ -48,7 +48,7 @@ def write(folder: Path, about: About) -> None:
 def cfg(dataset, tmp_path) -> Config:
     """Reads the shared dataset twice, and a cache of it that is complete."""
     values = {
-        "data.mixture": f"{dataset}:3,{dataset}/.:1",
+        "data.mixture": (Source(str(dataset), 3), Source(f"{dataset}/.", 1)),
         "data.seq_len": LENGTH,
         "train.global_batch_size": 8,
         "model.vocab_size": 272,
@@ -144,7 +144,7 @@ def test_other_fields_are_refused(fields, message, cfg):
 
 
 def test_other_data_and_missing_files_are_refused(cfg, dataset):
-    alone = replace(cfg, **{"data.mixture": "", "data.path": str(dataset)})
+    alone = replace(cfg, **{"data.mixture": (), "data.path": str(dataset)})
     with pytest.raises(ConfigError, match=r"is of other training data"):
         open_loader(alone, make_mesh())
     path = shard_path(Path(cfg.distill.cache), 1, 1)

@@ -81,9 +81,9 @@ def test_a_schedule_may_change_only_later_steps(
     shutil.copytree(finished, Path(config_file).parent / "run")
     more = [*args, "--train.num-steps", "14"]
     with pytest.raises(ConfigError, match="changes weights before step 12") as error:
-        train_on(2, config_file, *more, "--data.mixture-schedule", "11:1,1")
+        train_on(2, config_file, *more, "--data.mixture-schedule", "11:[1,1]")
     assert error.value.field == "data.mixture_schedule"
-    later = ("--data.mixture-schedule", "13:0,1")
+    later = ("--data.mixture-schedule", "13:[0,1]")
     assert train_on(2, config_file, *more, *later) == exit_codes.EXIT_OK
     assert "after step 13: 0.00%, 100.00% of the sequences" in capsys.readouterr().out
     before, last = (

@@ -50,11 +50,11 @@ def test_a_run_resumes_from_its_folder_as_by_the_same_command(train_on, config_f
 def test_a_layout_is_chosen_again_for_the_devices_that_are_there(train_on, config_file, tmp_path):
     run = tmp_path / "run"
     assert train_on(2, config_file, *SHORT, "--parallel.auto", "all") == exit_codes.EXIT_OK
-    assert config_of(run).parallel.auto == ""
-    assert load_config(str(run)).parallel.auto == "all"
+    assert config_of(run).parallel.auto == ()
+    assert load_config(str(run)).parallel.auto == ("all",)
     assert train_on(1, str(run), "--train.num-steps", "5") == exit_codes.EXIT_OK
     assert config_of(run).parallel.data == 1 and set(losses_of(run)) == {1, 2, 3, 4, 5}
-    assert load_config(str(run)).parallel.auto == "all"
+    assert load_config(str(run)).parallel.auto == ("all",)
 
 
 def test_what_followed_from_the_devices_is_asked_for_anew(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from jaxpar.certification import distances, traces
-from jaxpar.config import ConfigError, QkNorm, replace
+from jaxpar.config import ConfigError, QkNorm, RematSlice, RematValue, replace
 from jaxpar.config.remat_policies import (
     LAYER_INPUT,
     ON_HOST,
@@ -34,7 +34,7 @@ from jaxpar.step.state import abstract_state, init_state, state_specs
 from jaxpar.step.train_step import make_gradient_step
 from tests.parallel.test_pipeline_branches import equations
 from tests.slow import slow, slow_but
-from tests.tiny import SMALL, TINY
+from tests.tiny import SMALL, TINY, remat_of
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
@@ -82,7 +82,9 @@ def temporary_bytes(mesh):
 
     @functools.cache
     def measure(remat: str, group: int = 1) -> int:
-        cfg = resolve(replace(DEEP, **{"parallel.remat": remat, "parallel.remat_group": group}), 1)
+        cfg = resolve(
+            replace(DEEP, **{"parallel.remat": remat_of(remat), "parallel.remat_group": group}), 1
+        )
         to = shardings(mesh, state_specs(cfg).params)
         params = jax.tree.map(abstract, abstract_state(cfg).params, to)
         shape = (cfg.train.global_batch_size, cfg.data.seq_len)
@@ -102,7 +104,7 @@ def test_policies_fall_in_memory(temporary_bytes):
 def test_what_is_saved_costs_its_bytes(remat, temporary_bytes):
     """The slack: buffers are packed, so one as small as attn_lse can lie in another's gap."""
     extra = (temporary_bytes(remat) - temporary_bytes("full")) / TOKENS_AND_LAYERS
-    names = saved_names(remat)
+    names = saved_names(remat_of(remat))
     expected = sum(BYTES.get(name, 0) for name in names)
     if {"qkv", "qk"} <= set(names):
         expected -= BYTES["qk"]  # queries and keys before RoPE are then of no use
@@ -136,7 +138,7 @@ def gradients(mesh):
     )
 
     def compute(remat: str, loop: str, *others: tuple[str, object]):
-        fields = {"parallel.remat": remat, "parallel.layer_loop": loop}
+        fields = {"parallel.remat": remat_of(remat), "parallel.layer_loop": loop}
         cfg = resolve(replace(base, **fields, **dict(others)), 1)
         batch = traces.shard_batch(traces.random_batch(cfg), cfg, mesh)
         measured, grads = make_gradient_step(cfg, mesh)(init_state(cfg, mesh).params, batch)
@@ -157,7 +159,12 @@ def test_gradients_do_not_depend_on_it(remat, loop, gradients):
 
 
 def test_gradients_do_not_depend_on_policies_of_layers(gradients):
-    same_gradients(gradients, "none", "unroll", ("parallel.remat_layers", "::2=full;1=dots"))
+    same_gradients(
+        gradients,
+        "none",
+        "unroll",
+        ("parallel.remat_layers", (RematSlice("full", step=2), RematSlice("dots", 1, 2))),
+    )
 
 
 def test_gradients_do_not_depend_on_groups(gradients):
@@ -215,7 +222,7 @@ def traced(devices):
     @functools.cache
     def trace(remat: str, way: str):
         layers = {"model.num_layers": 4, "model.layers.mixer.num_kv_heads": 2}
-        fields = {"parallel.remat": remat, "train.global_batch_size": 4}
+        fields = {"parallel.remat": remat_of(remat), "train.global_batch_size": 4}
         cfg = replace(DEEP, **layers, **fields, **WAYS[way])
         p = cfg.parallel
         n = p.pipeline * p.data * p.tensor
@@ -314,16 +321,18 @@ def test_only_what_the_ring_brings_is_recomputed_without_a_barrier(fields, kept,
 
 
 def test_names_say_where():
-    assert saved_names("attn_lse,qk") == ("attn_lse", "qk")
+    assert saved_names((RematValue("attn_lse"), RematValue("qk"))) == ("attn_lse", "qk")
     assert names_on_host("offload") == ("layer_input", "attn_out")
-    assert names_on_host("gate_up,qk:host") == ("qk",)
+    assert names_on_host((RematValue("gate_up"), RematValue("qk", "host"))) == ("qk",)
     assert names_on_host("dots") == ()
 
 
 def test_unknown_names_are_refused():
-    for remat in ("everything", "qkv,atn_out", "attn_out,", ""):
+    for remat in ("everything", "qkv,atn_out", "attn_out,"):
         with pytest.raises(ConfigError, match=r"parallel\.remat.*must be one of none, dots"):
             resolve(replace(DEEP, **{"parallel.remat": remat}), 1)
+    with pytest.raises(ConfigError, match="must be a policy, or name values to save"):
+        resolve(replace(DEEP, **{"parallel.remat": ()}), 1)
     with pytest.raises(AssertionError, match="atn_out"):
         named(jnp.zeros(1), "atn_out")
 
@@ -337,13 +346,13 @@ def test_every_policy_saves_known_names():
 @pytest.mark.parametrize(
     ("entries", "expected"),
     [
-        ("", "nnnnnn"),
-        ("::2=full", "fnfnfn"),
-        (":2=full", "ffnnnn"),
-        ("-2:=full", "nnnnff"),
-        ("3=full; -1=dots", "nnnfnd"),
-        (":=full;1:3=dots;", "fddfff"),
-        ("1:5:3=full", "nfnnfn"),
+        ((), "nnnnnn"),
+        ((RematSlice("full", step=2),), "fnfnfn"),
+        ((RematSlice("full", stop=2),), "ffnnnn"),
+        ((RematSlice("full", start=-2),), "nnnnff"),
+        ((RematSlice("full", 3, 4), RematSlice("dots", -1)), "nnnfnd"),
+        ((RematSlice("full"), RematSlice("dots", 1, 3)), "fddfff"),
+        ((RematSlice("full", 1, 5, 3),), "nfnnfn"),
     ],
 )
 def test_policies_of_layers(entries, expected):
@@ -351,8 +360,14 @@ def test_policies_of_layers(entries, expected):
     assert "".join(policy[0] for policy in of_layers(parallel, 6)) == expected
 
 
+HALF = RematSlice("full", step=2)
+
+
 def test_the_planner_takes_the_mean_of_all_layers():
-    mixed = {"parallel.layer_loop": "unroll", "parallel.remat_layers": "::2=full"}
+    mixed = {
+        "parallel.layer_loop": "unroll",
+        "parallel.remat_layers": (HALF,),
+    }
     none = {"parallel.layer_loop": "unroll", "parallel.remat": "none"}
     full = none | {"parallel.remat": "full"}
     cfg = lambda fields: resolve(replace(DEEP, **fields), 1)  # noqa: E731
@@ -368,7 +383,7 @@ def test_layers_differentiated_one_by_one_keep_their_policies(parallel, devices)
     fields = {"layer_loop": "unroll", "zero": 1, "remat": "none", "data": 1} | parallel
     n = fields.get("pipeline", 1)
 
-    def products(entries: str) -> int:
+    def products(*entries: RematSlice) -> int:
         values = {f"parallel.{name}": v for name, v in (fields | {"remat_layers": entries}).items()}
         cfg = resolve(replace(TINY, **values, **{"model.num_layers": 4}), n)
         assert execution_of(cfg).layers_per_vjp == 1
@@ -376,5 +391,9 @@ def test_layers_differentiated_one_by_one_keep_their_policies(parallel, devices)
         step = jax.make_jaxpr(make_gradient_step(cfg, mesh))(abstract_state(cfg).params, batch)
         return sum(e.primitive.name == "dot_general" for e in equations(step.jaxpr))
 
-    none, half, full = (products(entries) for entries in ("", "::2=full", ":=full"))
+    none, half, full = (
+        products(),
+        products(RematSlice("full", step=2)),
+        products(RematSlice("full")),
+    )
     assert none < full and 2 * half == none + full

@@ -10,7 +10,7 @@ import pytest
 
 from jaxpar.certification import traces
 from jaxpar.certification.meshes import parse_meshes
-from jaxpar.config import ConfigError, replace
+from jaxpar.config import ConfigError, RematSlice, RematValue, replace
 from jaxpar.config.validate import check, resolve
 from jaxpar.parallel.expert import rows
 from jaxpar.planning.predict import experts
@@ -20,15 +20,17 @@ from jaxpar.step.state import init_state
 from jaxpar.step.train_step import make_gradient_step
 from tests.meshes.test_experts import BASE
 from tests.slow import slow_but
-from tests.tiny import GLU
+from tests.tiny import GLU, remat_of
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
 
 @functools.cache
-def gradients(mesh_item: str, names: str, layers: str = "") -> tuple[float, float, str]:
+def gradients(
+    mesh_item: str, names: str, layers: tuple[RematSlice, ...] = ()
+) -> tuple[float, float, str]:
     """Loss and gradient norm of a step that saves these names, and its compiled program."""
-    cfg = replace(BASE, **{"parallel.remat": names, "parallel.remat_layers": layers})
+    cfg = replace(BASE, **{"parallel.remat": remat_of(names), "parallel.remat_layers": layers})
     parallel = parse_meshes([mesh_item], cfg.parallel)[mesh_item]
     n = math.prod(axis_sizes(parallel))
     cfg = resolve(replace(cfg, parallel=parallel), n)
@@ -80,7 +82,7 @@ def saved(**fields) -> float:
 def test_the_planner_counts_them(dispatch):
     m, of_layer = BASE.model, BASE.model.layers[0].feed_forward
     axis = {"parallel.expert": 2, "parallel.expert_dispatch": dispatch}
-    of = lambda names: saved(**axis, **{"parallel.remat": names})  # noqa: E731
+    of = lambda names: saved(**axis, **{"parallel.remat": remat_of(names)})  # noqa: E731
     tokens = BASE.train.global_batch_size // 2 * BASE.data.seq_len
     k, here = of_layer.experts_per_token, of_layer.num_experts // 2
     received = 2 * tokens
@@ -98,7 +100,7 @@ SENDS = [("gate_up,moe_tokens", 4), ("gate_up", 5), ("attn_out", 5)]
 
 @pytest.mark.parametrize(("names", "count"), SENDS)
 def test_the_planner_counts_sends(names, count):
-    apart = {"parallel.expert": 2, "parallel.data": 1, "parallel.remat": names}
+    apart = {"parallel.expert": 2, "parallel.data": 1, "parallel.remat": remat_of(names)}
     cfg = replace(BASE, **apart)
     assert experts.messages(cfg) == count
     by_rows = replace(cfg, **{"parallel.expert_dispatch": "rows"})
@@ -108,11 +110,13 @@ def test_the_planner_counts_sends(names, count):
 
 @pytest.mark.parametrize(
     ("names", "count", "layers"),
-    slow_but([], [*((*sends, "") for sends in SENDS), ("gate_up", 5, "0=attn_out")]),
+    slow_but(
+        [], [*((*sends, ()) for sends in SENDS), ("gate_up", 5, [RematSlice("attn_out", 0, 1)])]
+    ),
 )
 def test_the_program_sends_as_the_planner_counts(names, count, layers, devices):
     """Also if a layer's own policy does not save gate and up, for which it sends tokens again."""
-    _, _, text = gradients("expert=2,layer_loop=unroll", names, layers)
+    _, _, text = gradients("expert=2,layer_loop=unroll", names, *layers)
     tokens = BASE.train.global_batch_size // 2 * BASE.data.seq_len
     of_tokens = rf"= \(?f32\[{tokens},{BASE.model.d_model}\][^=]* collective-permute(?:-start)?\("
     assert len(re.findall(of_tokens, text)) == BASE.model.num_layers * count
@@ -122,16 +126,19 @@ def test_the_program_sends_as_the_planner_counts(names, count, layers, devices):
     ("fields", "said"),
     [
         (
-            {"parallel.remat": "moe_tokens:host"},
-            r"on the device only.*--parallel\.remat moe_tokens",
+            {"parallel.remat": remat_of("moe_tokens:host")},
+            r"on the device only.*--parallel\.remat .\[moe_tokens\]",
         ),
         (
-            {"parallel.remat": "qkv,moe_weights", "parallel.pipeline": 2},
-            r"saves moe_weights, of which a pipeline.*--parallel\.remat qkv, or .*pipeline 1",
+            {
+                "parallel.remat": (RematValue("qkv"), RematValue("moe_weights")),
+                "parallel.pipeline": 2,
+            },
+            r"saves moe_weights, of which a pipeline.*--parallel\.remat .\[qkv\]., or .*pipeline 1",
         ),
         (
-            {"parallel.remat": "moe_tokens", "model.layers.feed_forward": GLU},
-            r"remat = 'moe_tokens': must be one of none, dots",
+            {"parallel.remat": remat_of("moe_tokens"), "model.layers.feed_forward": GLU},
+            r"remat = '\[moe_tokens\]': names moe_tokens, which only experts have",
         ),
     ],
 )

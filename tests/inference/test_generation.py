@@ -59,8 +59,8 @@ LONGROPE = Rope(
     scaling=RopeScaling(
         kind="longrope",
         original_max_position=16,
-        short_factors="1,1.5,1,2",
-        long_factors="2,3,4,9",
+        short_factors=(1.0, 1.5, 1.0, 2.0),
+        long_factors=(2.0, 3.0, 4.0, 9.0),
     )
 )
 YARN = Rope(

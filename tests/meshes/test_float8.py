@@ -43,6 +43,7 @@ from tests.meshes.float8_traces import (
     relative_errors,
 )
 from tests.slow import slow, slow_but
+from tests.tiny import remat_of
 
 
 @functools.cache
@@ -109,7 +110,7 @@ def test_gradients_of_interleaved_stages_are_those_of_one_device(devices):
     slow_but(["dots_offload"], [*REMAT_POLICIES, "attn_norm,mlp_hidden"]),
 )
 def test_no_policy_changes_anything(remat, devices):
-    found = first_gradients("data=1,layer_loop=unroll", devices, parallel__remat=remat)
+    found = first_gradients("data=1,layer_loop=unroll", devices, parallel__remat=remat_of(remat))
     errors = relative_errors(found.gradients, one_device("tensor").gradients)
     assert distances.worst(errors)[0] < ACROSS_MESHES
 
@@ -315,7 +316,7 @@ SAVED = {
 @pytest.mark.usefixtures("quick_compile")
 def test_inputs_of_matmuls_are_saved_in_8_bits(devices):
     def temporary_bytes(remat: str) -> int:
-        cfg, mesh = on_mesh("data=1", devices, parallel__remat=remat)
+        cfg, mesh = on_mesh("data=1", devices, parallel__remat=remat_of(remat))
         cfg = resolve(replace(DEEP, parallel=cfg.parallel), 1)
         params = abstract_state(cfg).params
         batch = traces.shard_batch(traces.random_batch(cfg), cfg, mesh)

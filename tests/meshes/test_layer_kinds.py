@@ -110,7 +110,7 @@ def test_shrinking_keeps_both_kinds():
             r"model\.num_layers = 2: must be at least 3: 2 layers .*--model\.num-layers 4",
         ),
         (
-            {"parallel.pipeline": 2, "parallel.layers_per_stage": "1,3"},
+            {"parallel.pipeline": 2, "parallel.layers_per_stage": (1, 3)},
             r"layers_per_stage = '1,3': must be multiples of .*--parallel\.layers-per-stage 2,2",
         ),
         (

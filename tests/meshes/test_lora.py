@@ -31,7 +31,7 @@ from tests.extend.test_components import ATTENTION, LAYERS, Layer, Products, Sin
 from tests.meshes.test_meshes import BASE as PLAIN
 from tests.meshes.test_meshes import TOLERANCE
 from tests.slow import slow, slow_but
-from tests.tiny import EXPERTS
+from tests.tiny import EXPERTS, remat_of
 
 BASE = replace(PLAIN, **{"lora.rank": 3, "lora.alpha": 6.0})
 
@@ -183,7 +183,7 @@ def test_gradients_of_composed_models(mesh, fields, devices):
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("remat", ["full", slow("none"), slow("qkv,gate_up")])
 def test_remat_policies(remat, devices):
-    compare(replace(BASE, **{"parallel.remat": remat}), "data=2", devices)
+    compare(replace(BASE, **{"parallel.remat": remat_of(remat)}), "data=2", devices)
 
 
 @pytest.mark.slow  # quicker: e2e/test_lora.py moves nothing but adapters

@@ -11,7 +11,8 @@ import pytest
 from jaxpar.certification import distances, traces
 from jaxpar.certification.meshes import parse_meshes
 from jaxpar.certification.small_config import steady
-from jaxpar.config import ConfigError, replace
+from jaxpar.config import ConfigError, LossWeight, replace
+from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.lists.weight_schedules import MTP_LOSS, Z_LOSS, weight_at, with_weights_of
 from jaxpar.config.validate import check, resolve
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
@@ -25,7 +26,10 @@ from tests.tiny import TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-BY_STEP = {Z_LOSS: "0:0.1;4:0.02", MTP_LOSS: "0:0.5;2:0.5;4:0.1"}
+BY_STEP = {
+    Z_LOSS: (LossWeight(0, 0.1), LossWeight(4, 0.02)),
+    MTP_LOSS: (LossWeight(0, 0.5), LossWeight(2, 0.5), LossWeight(4, 0.1)),
+}
 MODULES = {"model.mtp_depth": 1}
 
 
@@ -90,15 +94,15 @@ def test_a_step_has_the_weights_of_its_number(devices):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({Z_LOSS: "0.1"}, "z_loss_schedule = .*must be STEP:WEIGHT"),
-        ({Z_LOSS: "0:x"}, "z_loss_schedule = .*must be STEP:WEIGHT"),
-        ({Z_LOSS: "5:0.1;5:0"}, "z_loss_schedule = .*ascending steps"),
-        ({Z_LOSS: "-1:0.1"}, "z_loss_schedule = .*ascending steps from 0 on"),
-        ({Z_LOSS: f"0:0.1;{10**30}:0"}, "at most 2147483647"),
-        ({Z_LOSS: "0:-0.1"}, "weights of at least 0"),
-        ({Z_LOSS: "0:inf"}, "weights of at least 0"),
-        ({Z_LOSS: "0:0;9:0"}, "must have a weight above 0"),
-        ({Z_LOSS: ";".join(f"{n}:1" for n in range(101))}, "101 points, more than 100"),
+        ({Z_LOSS: "0.1"}, "z_loss_schedule = .*must be a list of STEP:WEIGHT"),
+        ({Z_LOSS: "0:x"}, "but 'x' is not a number"),
+        ({Z_LOSS: "5:0.1,5:0"}, "has the step 5 twice"),
+        ({Z_LOSS: "-1:0.1"}, r"z_loss_schedule\[0\]\.step = -1: must not be negative"),
+        ({Z_LOSS: f"0:0.1,{10**30}:0"}, "at most 2,147,483,647"),
+        ({Z_LOSS: "0:-0.1"}, r"z_loss_schedule\[0\]\.weight = -0\.1: must not be negative"),
+        ({Z_LOSS: "0:inf"}, "must be finite"),
+        ({Z_LOSS: "0:0,9:0"}, "must have a weight above 0"),
+        ({Z_LOSS: ",".join(f"{n}:1" for n in range(101))}, "101 items, more than 100"),
         ({Z_LOSS: "0:0.1", "train.z_loss": 0.5}, "z_loss = 0.5: is not supported with"),
         ({MTP_LOSS: "0:0.1", "train.mtp_loss": 0.5}, "mtp_loss = 0.5: is not supported with"),
         ({MTP_LOSS: "0:0.1", "model.mtp_depth": 0}, "mtp_loss_schedule = .*, but model.mtp_depth"),
@@ -106,4 +110,5 @@ def test_a_step_has_the_weights_of_its_number(devices):
 )
 def test_a_bad_schedule_is_one_error(fields, said):
     with pytest.raises(ConfigError, match=said):
-        check(replace(TINY, **(MODULES | fields)))
+        words = [f"--{path}={value}" for path, value in (MODULES | fields).items()]
+        check(parse_overrides(TINY, words))

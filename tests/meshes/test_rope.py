@@ -41,8 +41,8 @@ LONGROPE = Rope(
         kind="longrope",
         factor=4.0,
         original_max_position=20,
-        short_factors="1,1",
-        long_factors="1.5,4",
+        short_factors=(1.0, 1.0),
+        long_factors=(1.5, 4.0),
     ),
 )
 PARTLY = Rope(layout="interleaved", fraction=0.75)

@@ -194,10 +194,10 @@ def test_a_branch_skips_an_empty_slot(devices):
         ({"pipeline": 2, "num_layers": 4}, None),
         ({"pipeline": 4}, [0, 1, 2, 3, 4, 5, 6, EMPTY]),
         ({"pipeline": 3}, [0, 1, 2, 3, 4, EMPTY, 5, 6, EMPTY]),
-        ({"pipeline": 2, "layers_per_stage": "2,5"}, [0, 1, *[EMPTY] * 3, 2, 3, 4, 5, 6]),
+        ({"pipeline": 2, "layers_per_stage": (2, 5)}, [0, 1, *[EMPTY] * 3, 2, 3, 4, 5, 6]),
         ({"pipeline": 2, "virtual_stages": 2}, [0, 1, 4, 5, 2, 3, 6, EMPTY]),
         (
-            {"pipeline": 2, "virtual_stages": 2, "layers_per_stage": "1,3,2,1"},
+            {"pipeline": 2, "virtual_stages": 2, "layers_per_stage": (1, 3, 2, 1)},
             [0, EMPTY, EMPTY, 4, 5, EMPTY, 1, 2, 3, 6, EMPTY, EMPTY],
         ),
     ],

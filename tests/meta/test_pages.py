@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from jaxpar.commands import call
-from jaxpar.config.command_line import members
 from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.fields import LENGTH, field_types
 from jaxpar.config.layers import all_paths
+from jaxpar.config.listed import members
 from jaxpar.config.model_source import FAMILY, FROM
 from jaxpar.config.serialize import to_json
 from tests.slow import slow

@@ -34,7 +34,7 @@ CFG = Config(
     **of(DENSE, ROUTED, ROUTED),
     data=DataConfig(path="data/stdlib", seq_len=8),
     train=TrainConfig(num_steps=10, global_batch_size=2),
-    run=RunConfig(record_routing="3, 7"),
+    run=RunConfig(record_routing=(3, 7)),
 )
 EXPERTS = np.random.default_rng(0).integers(0, 4, (2, 8, 2, 2)).astype(np.uint8)
 

@@ -57,7 +57,7 @@ MESHES = {
     "one device": {},
     "sharded": {"parallel.data": 2, "parallel.tensor": 2},
     "stages": {**STAGES, "parallel.virtual_stages": 2},
-    "unequal": {**STAGES, "parallel.layers_per_stage": "3,1"},
+    "unequal": {**STAGES, "parallel.layers_per_stage": (3, 1)},
     "offloaded": {"parallel.data": 2, "optimizer.offload": True},
 }
 RULES_OF = {"adamw": BOTH, "lion": FIRST | {"optimizer.name": "lion"}}

@@ -58,7 +58,7 @@ MESHES = {
     },
     "unequal": {
         "parallel.pipeline": 2,
-        "parallel.layers_per_stage": "3,1",
+        "parallel.layers_per_stage": (3, 1),
         "parallel.num_microbatches": 2,
         "parallel.zero": 1,
     },

@@ -36,7 +36,7 @@ MESHES = {
     "one device": {},
     "sharded": {"parallel.data": 2, "parallel.tensor": 2},
     "stages": STAGES | {"parallel.virtual_stages": 2},
-    "unequal": STAGES | {"parallel.layers_per_stage": "3,1"},
+    "unequal": STAGES | {"parallel.layers_per_stage": (3, 1)},
 }
 STEPS = 12
 

@@ -11,7 +11,7 @@ from jaxpar.commands import call, read
 from jaxpar.components.component import FeedForward
 from jaxpar.components.experts import Experts, experts_in
 from jaxpar.components.feed_forward import Glu
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import Config, ConfigError, RematSlice, replace
 from jaxpar.config.command_line import load_config, read_config
 from jaxpar.config.layout.layer_split import layers_per_chunk
 from jaxpar.config.validate import resolve
@@ -107,7 +107,7 @@ def test_dense_layers_before_the_stages_are_work_of_the_first():
     assert one.layers == shard_of(routed).layers == 3
     assert memory_of(by_branch).total > memory_of(routed).total
     assert step_time(masked, cluster(8)).total > step_time(by_branch, cluster(8)).total
-    even = replace(by_branch, **{"parallel.layers_per_stage": "2,2"})
+    even = replace(by_branch, **{"parallel.layers_per_stage": (2, 2)})
     assert shard_of(even).layers_in_turn == 4
 
 
@@ -351,7 +351,10 @@ def test_dense_first_layers_take_their_own_time_and_memory():
 
 
 def test_policies_of_layers_are_those_of_their_kind():
-    mixed = replace(of_all_kinds()[0], **{"parallel.remat_layers": "0=none;5=full"})
+    mixed = replace(
+        of_all_kinds()[0],
+        **{"parallel.remat_layers": (RematSlice("none", 0, 1), RematSlice("full", 5, 6))},
+    )
     kinds = {
         (k.experts.num_experts if k.experts else 0, k.remat): k.share for k in layer_kinds(mixed)
     }

@@ -38,7 +38,7 @@ MESHES = (
     {"pipeline": 2, "tensor": 2, "data": 2, "zero": 1, "num_microbatches": 2},
     {"sequence": 2, "data": 2, "replica": 2},
     {"pipeline": 2, "virtual_stages": 2, "expert": 2, "num_microbatches": 2},
-    {"pipeline": 2, "layers_per_stage": "3,1", "data": 2, "num_microbatches": 2},
+    {"pipeline": 2, "layers_per_stage": (3, 1), "data": 2, "num_microbatches": 2},
 )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar.commands import call
-from jaxpar.config import Config, ConfigError, MupConfig, RopeScaling, replace
+from jaxpar.config import Config, ConfigError, MupConfig, RematValue, RopeScaling, replace
 from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.config_file import CONFIGS, load_config
 from jaxpar.config.validate import resolve
@@ -96,10 +96,11 @@ def test_what_is_printed_works_as_written(capsys, tmp_path, monkeypatch):
     own.write_text((CONFIGS / "quickstart.py").read_text())
     words = ("--gpus", "1", "--quick", "--fix", "remat=attn_out,attn_lse,gate_up", "--json")
     scaled = ("--model.*.mixer.rope.scaling.factor", "8", "--model.layers.mixer.window", "64")
+    scaled += ("--evaluation.sets", "web:data/web")
     found = json.loads(run(capsys, str(own), *words, *scaled, "--write", str(new)))
     _, _, _, name, *rest = shlex.split(found["command"])
     cfg = parse_overrides(load_config(name), rest)
-    assert cfg.parallel.remat == "attn_out,attn_lse,gate_up"
+    assert cfg.parallel.remat == tuple(map(RematValue, ("attn_out", "attn_lse", "gate_up")))
     mixers = {layer.mixer for layer in cfg.model.layers}
     assert {(one.rope.scaling, one.window) for one in mixers} == {(RopeScaling(), 64)}
     monkeypatch.chdir("there")

@@ -107,13 +107,13 @@ def staged(layers: int, fields: dict):
     ("layers", "equal", "fields"),
     [
         (31, 32, dict(pipeline=2)),
-        (30, 32, dict(pipeline=2, layers_per_stage="14,16")),
+        (30, 32, dict(pipeline=2, layers_per_stage=(14, 16))),
         (29, 32, dict(pipeline=2, virtual_stages=2, sequence=2)),
         (126, 128, dict(pipeline=4, num_microbatches=16)),
     ],
 )
 def test_a_pipeline_is_as_slow_and_as_large_as_its_largest_stage(layers, equal, fields):
-    cfg, like = staged(layers, fields), staged(equal, fields | {"layers_per_stage": ""})
+    cfg, like = staged(layers, fields), staged(equal, fields | {"layers_per_stage": ()})
     assert step_time(cfg, cluster(8)).total == step_time(like, cluster(8)).total
     assert memory_of(cfg) == memory_of(like)
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxpar.commands import call
-from jaxpar.config import replace
+from jaxpar.config import BatchSize, SequenceLength, replace
 from jaxpar.config.command_line import load_config
 from jaxpar.config.lists.step_sizes import config_of, step_sizes
 from jaxpar.config.validate import resolve
@@ -16,8 +16,8 @@ from jaxpar.planning.ranking import predict
 
 FIELDS = {
     "train.num_steps": 300,
-    "train.batch_schedule": "0:8;100:16",
-    "data.length_schedule": "0:2048;50:8192",
+    "train.batch_schedule": (BatchSize(0, 8), BatchSize(100, 16)),
+    "data.length_schedule": (SequenceLength(0, 2048), SequenceLength(50, 8192)),
     "parallel.num_microbatches": 2,
 }
 CLUSTER = Cluster(H200, NETWORKS["ib400"], 8, 8)

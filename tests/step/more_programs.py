@@ -199,7 +199,7 @@ MODELS: dict[str, dict] = {
     "zero bubble": STAGES | axes(schedule="zero_bubble"),
     "zero bubble, virtual": STAGES | axes(schedule="zero_bubble", virtual_stages=2),
     "unequal stages": axes(data=4, pipeline=2, num_microbatches=2, zero=1)
-    | axes(layers_per_stage="3,2")
+    | axes(layers_per_stage=(3, 2))
     | {"model.num_layers": 5},
     "spread experts": axes(data=4, tensor=2) | SPREAD | EXPERTS,
     "spread experts, expert axis": axes(data=2, expert=2, tensor=2) | SPREAD | ROUTER,

@@ -2,7 +2,18 @@
 
 import dataclasses
 
-from jaxpar.config import Attention, Experts, Glu, Layer, Model, QkNorm, Rope, Router
+from jaxpar.config import (
+    Attention,
+    Experts,
+    Glu,
+    Layer,
+    Model,
+    QkNorm,
+    RematSlice,
+    Rope,
+    Router,
+)
+from tests.tiny import remat_of
 
 #: The parts of TINY's layers, which are named "layers".
 ATTENTION = Attention(num_heads=8, num_kv_heads=4, head_dim=16)
@@ -83,7 +94,7 @@ CPU: dict[str, dict] = {
     "fsdp, scan": axes(data=8, layer_loop="scan"),
     "fsdp, remat none": axes(data=8, remat="none"),
     "fsdp, remat full": axes(data=8, remat="full"),
-    "fsdp, names": axes(data=8, remat="attn_norm,mlp_norm,mlp_hidden"),
+    "fsdp, names": axes(data=8, remat=remat_of("attn_norm,mlp_norm,mlp_hidden")),
     "fsdp, offload names": axes(data=8, remat="dots_offload"),
     "fsdp, offload input": axes(data=8, remat="offload") | {"model.num_layers": 3},
     "fsdp, microbatches": axes(data=8, num_microbatches=2),
@@ -121,7 +132,7 @@ CPU: dict[str, dict] = {
     "float8, gelu": axes(data=8) | F8 | GELU,
     "float8, lora": axes(data=8) | F8 | LORA,
     "float8, scan": axes(data=8, layer_loop="scan") | F8,
-    "float8, biases, names": axes(data=8, remat="attn_norm,qkv,mlp_hidden") | F8 | BIASES,
+    "float8, biases, names": axes(data=8, remat=remat_of("attn_norm,qkv,mlp_hidden")) | F8 | BIASES,
     # pipeline
     "pipeline": axes(data=4, pipeline=2, num_microbatches=4),
     "pipeline, virtual": axes(
@@ -132,7 +143,7 @@ CPU: dict[str, dict] = {
     | {"model.num_layers": 4},
     "zero 2, microbatches": axes(data=8, zero=2, num_microbatches=2),
     "pipeline, zero 2": axes(data=4, pipeline=2, zero=2, num_microbatches=4),
-    "policies of layers": axes(data=8, remat_layers="::2=full"),
+    "policies of layers": axes(data=8, remat_layers=(RematSlice("full", step=2),)),
     "groups of layers": axes(data=8, layer_loop="scan", remat_group=2),
     "pipeline, virtual, sequence": axes(
         data=1, replica=2, sequence=2, pipeline=2, zero=1, virtual_stages=2, num_microbatches=4

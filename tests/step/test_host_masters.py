@@ -38,7 +38,7 @@ MESHES = {
     },
     "ZeRO-2": {"parallel.data": 2, "parallel.zero": 2},
     "virtual stages": {**STAGES, "parallel.virtual_stages": 2},
-    "unequal stages": {**STAGES, "parallel.layers_per_stage": "3,1"},
+    "unequal stages": {**STAGES, "parallel.layers_per_stage": (3, 1)},
     "experts": {
         "parallel.expert": 2,
         "model.layers.feed_forward": EXPERTS,

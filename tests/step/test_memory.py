@@ -23,7 +23,7 @@ from jaxpar.step.state import (
 from jaxpar.step.train_step import make_train_step
 from jaxpar.training import run
 from tests.slow import slow, slow_but
-from tests.tiny import SMALL
+from tests.tiny import SMALL, remat_of
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
@@ -113,7 +113,7 @@ def test_a_program_that_holds_the_state_twice_is_reported(devices):
 
 @pytest.mark.parametrize("remat", ["offload", "attn_out:host,attn_lse"])
 def test_deterministic_kernels_and_values_on_the_host_are_refused_on_gpus(remat, monkeypatch):
-    cfg = replace(Config(), **{"parallel.remat": remat, "parallel.layer_loop": "unroll"})
+    cfg = replace(Config(), **{"parallel.remat": remat_of(remat), "parallel.layer_loop": "unroll"})
     monkeypatch.setenv("XLA_FLAGS", "")
     run.check_host_copies(cfg, "gpu")
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import Config, ConfigError, Source, replace
 from jaxpar.config.rules.paths import Address
 from jaxpar.config.validate import check
 from jaxpar.data import stored as stored_folder
@@ -99,8 +99,11 @@ def test_batches_and_fingerprint_are_those_of_the_folder(made, tmp_path, data, h
     assert fingerprint(made) == fingerprint(config(here))
     for split in ("train", "val"):
         assert_same_batches(loader(made, split), loader(config(here), split), range(4))
-    mixed = {"data.mixture": f"{data}:1,{here}:2", "data.held_out": str(data)}
-    both = {"data.mixture": f"{here}:1,{here.parent}/./made:2"}
+    mixed = {
+        "data.mixture": (Source(str(data), 1.0), Source(str(here), 2.0)),
+        "data.held_out": str(data),
+    }
+    both = {"data.mixture": (Source(str(here), 1), Source(f"{here.parent}/./made", 2))}
     mixed, both = replace(made, **mixed), replace(config(here), **both)
     check(mixed)
     assert_same_batches(loader(mixed), loader(both), range(4))

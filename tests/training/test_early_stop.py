@@ -11,7 +11,7 @@ from jaxpar.checkpoint import Checkpointer, best, read_saved, saved_steps
 from jaxpar.checkpoint.best import Best, step_of
 from jaxpar.checkpoint.saved import saved_of
 from jaxpar.commands import call
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import Config, ConfigError, EvaluationSet, replace
 from jaxpar.config.command_line import read_config
 from jaxpar.config.declared import Misshapen
 from jaxpar.config.validate import check, resolve
@@ -122,7 +122,7 @@ OF_EMA = {
     "optimizer.ema.decay": 0.9,
     "checkpoint.best": "ema",
     "train.early_stop_patience": 2,
-    "evaluation.sets": "web=data/web",
+    "evaluation.sets": (EvaluationSet("web", "data/web"),),
 }
 
 
@@ -138,8 +138,9 @@ def test_the_best_of_some_values():
 def test_another_metric_starts_anew(config_file, tmp_path):
     """So does the same one on other data."""
     base = read_config([config_file, *WORDS.split()])
-    web = {"evaluation.sets": "web=data/web", "checkpoint.best": "web"}
-    other = {"evaluation.sets": "web=data/web:test", "checkpoint.best": "web"}
+    web = {"evaluation.sets": OF_EMA["evaluation.sets"], "checkpoint.best": "web"}
+    of_test = (EvaluationSet("web", "data/web", "test"),)
+    other = web | {"evaluation.sets": of_test}
     said = [best.fresh(replace(base, **fields)).what for fields in ({}, web, other)]
     assert len(set(said)) == 3 and best.fresh(replace(base, **{"checkpoint.best": ""})) is None
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar import checkpoint
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import BatchSize, Config, ConfigError, replace
 from jaxpar.config.command_line import load_config
 from jaxpar.config.serialize import from_json
 from jaxpar.config.validate import resolve
@@ -79,18 +79,18 @@ def test_microbatches_follow_the_devices(train_on, write_ranks, tmp_path, capfd)
 
 
 def choice(only_devices, number: int, **values) -> Config:
-    cfg = replace(load_config("quickstart"), **{"parallel.auto": "all"} | values)
+    cfg = replace(load_config("quickstart"), **{"parallel.auto": ("all",)} | values)
     with only_devices(number):
         return elastic.choose_layout(cfg, 10)
 
 
 def test_what_is_set_is_kept(only_devices, capsys):
     cfg = choice(only_devices, 8, **{"parallel.tensor": 2, "parallel.remat": "full"})
-    assert (cfg.parallel.tensor, cfg.parallel.remat, cfg.parallel.auto) == (2, "full", "")
+    assert (cfg.parallel.tensor, cfg.parallel.remat, cfg.parallel.auto) == (2, "full", ())
     assert "; kept: tensor 2, remat full" in capsys.readouterr().out
     assert resolve(cfg, 8) == cfg
 
-    cfg = choice(only_devices, 8, **{"parallel.auto": "replica, data", "parallel.zero": 3})
+    cfg = choice(only_devices, 8, **{"parallel.auto": ("replica", "data"), "parallel.zero": 3})
     p = cfg.parallel
     assert (p.tensor, p.sequence, p.pipeline, p.remat, p.zero) == (1, 1, 1, "dots", 3)
     assert p.replica * p.data == 8
@@ -102,8 +102,8 @@ def test_without_a_request_nothing_is_chosen(only_devices):
 
 
 def test_what_cannot_be_chosen_is_refused(only_devices):
-    with pytest.raises(ConfigError, match=r"parallel.auto = 'tensor,mesh': .*not mesh"):
-        resolve(replace(Config(), **{"parallel.auto": "tensor,mesh"}), 1)
+    with pytest.raises(ConfigError, match=r"auto\[1\] = 'mesh': .*--parallel.auto tensor\."):
+        resolve(replace(Config(), **{"parallel.auto": ("tensor", "mesh")}), 1)
     with pytest.raises(ConfigError, match=r"parallel.auto = '3 x cpu.*allows no valid mesh"):
         choice(only_devices, 3, **{"parallel.tensor": 2})
     huge = {"model.num_layers": 64, "model.d_model": 1 << 13}
@@ -143,7 +143,11 @@ def test_a_microbatch_is_as_large_as_before(before, devices, fields, microbatche
 
 def test_every_batch_of_a_schedule_has_whole_microbatches():
     asked = {"parallel.num_microbatches": 4, "train.global_batch_size": 64}
-    cfg = replace(Config(), **asked, **{"train.batch_schedule": "0:16;9:48;20:64"})
+    cfg = replace(
+        Config(),
+        **asked,
+        **{"train.batch_schedule": (BatchSize(0, 16), BatchSize(9, 48), BatchSize(20, 64))},
+    )
     found = [elastic.same_rows(cfg, saved(8, 4), devices) for devices in (4, 8, 16)]
     assert [one.parallel.num_microbatches for one in found] == [8, 4, 4]
     resolve(found[0], 4)

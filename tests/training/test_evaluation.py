@@ -13,8 +13,8 @@ import pytest
 from jaxpar import checkpoint
 from jaxpar.certification import traces
 from jaxpar.commands import call
-from jaxpar.config import Config, ConfigError, replace
-from jaxpar.config.command_line import read_config
+from jaxpar.config import Config, ConfigError, EvaluationSet, replace
+from jaxpar.config.command_line import parse_overrides, read_config
 from jaxpar.config.lists.held_out_sets import held_out_sets
 from jaxpar.config.validate import check
 from jaxpar.config.values import SavedValue
@@ -88,7 +88,7 @@ def plain_loss(
 def train_evaluated(train_on, write_config, three, dataset):
     """(folder, further fields) -> a run on two devices with sets and a moving average."""
     values = f"""--data.path {three} --evaluation.every 2 --evaluation.num-batches 1
-    --evaluation.sets verses={dataset},seen={three}:train --evaluation.test True
+    --evaluation.sets verses:{dataset},seen:{three}:train --evaluation.test True
     --optimizer.ema.decay 0.6 --optimizer.schedule constant --optimizer.warmup-steps 0
     --train.num-steps 4 --checkpoint.every 1 --checkpoint.keep 9"""
 
@@ -205,35 +205,33 @@ def test_a_run_that_was_stopped_resumes_it_exactly(evaluated, train_evaluated, t
 
 
 BAD_SETS = {
-    "web": "must be NAME=PATH",
-    "web=": "must be NAME=PATH",
-    "a=x,": "must be NAME=PATH",
-    "=data/web": "needs names of at most 64",
-    "we/b=data/web": "needs names of at most 64",
-    "a=x,a=y": "has the name a twice",
-    "test=data/web": "has a set named test",
-    "ema=data/web": "has a set named ema",
-    "held_out=data/web": "has a set named held_out",
-    "a=ftp://web": "ftp:// is not supported",
-    ",".join(f"a{i}=x" for i in range(65)): "has 65 sets, more than 64",
+    "web": "must be a list of NAME:PATH.*, but 'web' has no path",
+    "web:": r"sets\[0\]\.path = '': must not be empty",
+    "a:x,": "but '' has no path",
+    ":data/web": r"sets\[0\]\.name = '': must not be empty",
+    "we/b:data/web": r"sets\[0\]\.name = 'we/b': must have at most 64 letters",
+    "a:x,a:y": "has the name a twice",
+    "test:data/web": "name = 'test': has a meaning of its own",
+    "ema:data/web": "name = 'ema': has a meaning of its own",
+    "held_out:data/web": "name = 'held_out': has a meaning of its own",
+    "a:ftp://web": "ftp:// is not supported",
+    ",".join(f"a{i}:x" for i in range(65)): "has 65 items, more than 64",
 }
 
 
 @pytest.mark.parametrize("sets", BAD_SETS)
 def test_sets_that_are_no_sets(sets):
     with pytest.raises(ConfigError, match=BAD_SETS[sets]) as error:
-        check(replace(Config(), **{"evaluation.sets": sets}))
-    assert error.value.field == "evaluation.sets"
+        check(parse_overrides(Config(), [f"--evaluation.sets={sets}"]))
+    assert error.value.field.startswith("evaluation.sets")
 
 
 def test_a_split_of_a_set_and_a_colon_in_its_path():
-    cfg = replace(
-        Config(), **{"evaluation.sets": "a=x:test, b=y:1, c=z", "evaluation.split": "val"}
-    )
-    assert [tuple(s) for s in held_out_sets(cfg)] == [
-        ("a", "x", "test"),
-        ("b", "y:1", "val"),
-        ("c", "z", "val"),
+    words = ["--evaluation.sets=a:x:test, b:y:1, c:z", "--evaluation.split=val"]
+    assert held_out_sets(parse_overrides(Config(), words)) == [
+        EvaluationSet("a", "x", "test"),
+        EvaluationSet("b", "y:1", "val"),
+        EvaluationSet("c", "z", "val"),
     ]
 
 
@@ -248,14 +246,14 @@ def test_what_would_not_be_evaluated_as_it_says(make_run, dataset, three, tmp_pa
     tokens.write_bytes((dataset / "val.bin").read_bytes())
     file = ("--data.held-out", str(tokens), "--data.eos-id", "256")
     for arguments, said in (
-        (["--evaluation.sets", f"a={dataset}", "--evaluation.every", "0"], "never evaluated"),
+        (["--evaluation.sets", f"a:{dataset}", "--evaluation.every", "0"], "never evaluated"),
         (["--evaluation.test", "True", "--evaluation.split", "test"], "evaluated before"),
         (["--evaluation.test", "True", *file], r"val\.bin, on which held_out is evaluated"),
         (["--evaluation.test", "True"], "has an empty test split"),
-        (["--evaluation.sets", f"a={tmp_path / 'none'}"], "a: .*none does not exist"),
-        (["--evaluation.sets", f"a={dataset}:test"], "a: .*empty test split.*:SPLIT"),
-        (["--evaluation.sets", f"a={other}"], "evaluation.sets.*different tokenizer"),
-        (["--evaluation.sets", f"a={other}:train"], "evaluation.sets.*different tokenizer"),
+        (["--evaluation.sets", f"a:{tmp_path / 'none'}"], "a: .*none does not exist"),
+        (["--evaluation.sets", f"a:{dataset}:test"], "a: .*empty test split.*:SPLIT"),
+        (["--evaluation.sets", f"a:{other}"], "evaluation.sets.*different tokenizer"),
+        (["--evaluation.sets", f"a:{other}:train"], "evaluation.sets.*different tokenizer"),
     ):
         with pytest.raises(ConfigError, match=said):
             make_run(*arguments)

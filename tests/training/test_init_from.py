@@ -11,9 +11,9 @@ import pytest
 
 from jaxpar import checkpoint
 from jaxpar.checkpoint.saved import CARRIED
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import Config, ConfigError
 from jaxpar.config.code import with_code
-from jaxpar.config.command_line import read_config
+from jaxpar.config.command_line import parse_overrides, read_config
 from jaxpar.config.config_file import CONFIGS
 from jaxpar.config.validate import check
 from jaxpar.convert.shape import model_from
@@ -213,12 +213,16 @@ def test_they_may_differ_from_those_of_a_run(run_of, train_on, config_file, tmp_
 @pytest.mark.parametrize(
     ("names", "origin", "said"),
     [
-        ("d_model", "x", r"init_changes = 'd_model': must be names from mixer\.rope\.theta, "),
-        ("mixer.window, mixer.rope.theta", "x", r"must be names from mixer\.rope\.theta, "),
+        ("d_model", "x", r"init_changes = 'd_model': must be a list of names from mixer\.rope"),
+        (
+            "mixer.window,mixer.rop.theta",
+            "x",
+            "Fix: use --run.init-changes mixer.window,mixer.rop",
+        ),
         ("mixer.window", "", r"init_changes = 'mixer\.window': needs run\.init_from"),
     ],
 )
 def test_names_that_cannot_be(names, origin, said):
-    cfg = replace(Config(), **{"run.init_changes": names, "run.init_from": origin})
     with pytest.raises(ConfigError, match=said):
-        check(cfg)
+        words = [f"--run.init-changes={names}", f"--run.init-from={origin}"]
+        check(parse_overrides(Config(), words))

@@ -18,8 +18,8 @@ from tests.slow import slow
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 FIELDS = """--evaluation.every 0 --checkpoint.every 3 --optimizer.schedule constant
---optimizer.warmup-steps 1 --parallel.num-microbatches 2 --train.batch-schedule 0:4;2:8
---data.length-schedule 0:16;4:32""".split()
+--optimizer.warmup-steps 1 --parallel.num-microbatches 2 --train.batch-schedule 0:4,2:8
+--data.length-schedule 0:16,4:32""".split()
 STEPS = 6
 #: Sequences and tokens of each, by step.
 SIZES = [(8, 16), (8, 16), (16, 16), (16, 16), (8, 32), (8, 32)]
@@ -34,7 +34,7 @@ def records(run: Path) -> dict[int, dict]:
 def fields(dataset, tmp_path_factory) -> list[str]:
     """Those of every run: FIELDS, and two sources."""
     other = shutil.copytree(dataset, tmp_path_factory.mktemp("copy") / "other")
-    mixture = ["--data.mixture", f"{dataset}:1,{other}:3", "--data.mixture-schedule", "3:1,0"]
+    mixture = ["--data.mixture", f"{dataset}:1,{other}:3", "--data.mixture-schedule", "3:[1,0]"]
     return [*FIELDS, *mixture]
 
 
@@ -93,12 +93,12 @@ def test_a_resumed_run_may_change_steps_to_come_only(whole, fields, config_file,
     for change, said in (
         (["--train.batch-schedule", "0:8"], "changes the size of steps before step 6"),
         (["--data.length-schedule", "0:32"], "changes the size of steps before step 6"),
-        (["--train.global-batch-size", "16", "--train.batch-schedule", "0:8;2:16"], "before step"),
-        (["--data.seq-len", "64", "--data.length-schedule", "0:16;4:64"], "data.seq_len = 64"),
+        (["--train.global-batch-size", "16", "--train.batch-schedule", "0:8,2:16"], "before step"),
+        (["--data.seq-len", "64", "--data.length-schedule", "0:16,4:64"], "data.seq_len = 64"),
     ):
         with pytest.raises(ConfigError, match=said):
             train_on(1, config_file, *fields, "--train.num-steps", "7", *change)
-    more = ["--train.batch-schedule", "0:4;2:8;6:16", "--train.global-batch-size", "16"]
+    more = ["--train.batch-schedule", "0:4,2:8,6:16", "--train.global-batch-size", "16"]
     more += ["--parallel.num-microbatches", "4", "--train.num-steps", "7"]
     assert train_on(1, config_file, *fields, *more) == exit_codes.EXIT_OK
     assert records(run)[7]["tokens_seen"] == sum(a * b for a, b in SIZES) + 16 * 32

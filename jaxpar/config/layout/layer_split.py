@@ -1,18 +1,10 @@
 """How a model's layers are split into the chunks of a pipeline's stages."""
 
-from collections.abc import Iterable
-
 from jaxpar.components.model import Model
-from jaxpar.config.errors import ConfigError
-from jaxpar.config.fields import flag
-from jaxpar.config.numerals import only_digits
 from jaxpar.config.schema import Config, ParallelConfig
 
 #: The field of the schema.
 FIELD = "parallel.layers_per_stage"
-
-#: Digits of the largest number of layers that is read.
-_MAX_DIGITS = 6
 
 
 def layers_before_stages(m: Model, p: ParallelConfig) -> int:
@@ -35,7 +27,7 @@ def layers_per_chunk(cfg: Config) -> tuple[int, ...]:
 
     Args:     cfg: satisfies the rule `rules.layout.layers`.
     """
-    return _read(cfg) if cfg.parallel.layers_per_stage else even_split(cfg.model, cfg.parallel)
+    return cfg.parallel.layers_per_stage or even_split(cfg.model, cfg.parallel)
 
 
 def even_split(m: Model, p: ParallelConfig) -> tuple[int, ...]:
@@ -74,21 +66,3 @@ def slots_per_chunk(cfg: Config) -> int:
 def is_equal(cfg: Config) -> bool:
     """Return whether all chunks have the same number of layers."""
     return len(set(layers_per_chunk(cfg))) == 1
-
-
-def in_words(sizes: Iterable[int]) -> str:
-    """Return numbers of layers as they are written in `parallel.layers_per_stage`."""
-    return ",".join(map(str, sizes))
-
-
-def _read(cfg: Config) -> tuple[int, ...]:
-    """Parse numbers separated by commas.
-
-    Raises:   ConfigError for a text that has anything else.
-    """
-    text = cfg.parallel.layers_per_stage
-    parts = [part.strip() for part in text.split(",")]
-    if not all(only_digits(part) and len(part) <= _MAX_DIGITS for part in parts):
-        fix = f"use {flag(FIELD, in_words(even_split(cfg.model, cfg.parallel)))}"
-        raise ConfigError(FIELD, text, "must be numbers of layers, separated by commas", fix)
-    return tuple(map(int, parts))

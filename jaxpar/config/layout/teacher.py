@@ -20,7 +20,7 @@ def config_of_teacher(student: Config, there: Config) -> Config:
         rule += f"{value_of(student, path):,}"
         raise ConfigError(FIELD, named, rule, "use models of one tokenizer")
     parallel = dataclasses.replace(
-        student.parallel, layers_per_stage="", remat_layers="", layer_loop="unroll"
+        student.parallel, layers_per_stage=(), remat_layers=(), layer_loop="unroll"
     )
     compute = dataclasses.replace(there.compute, dtype=student.compute.dtype)
     cfg = dataclasses.replace(

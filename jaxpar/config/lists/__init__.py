@@ -1,1 +1,1 @@
-"""Fields whose value is a text with a list: reads each into its parts."""
+"""What the lists of a config say of a run: sizes of steps, weights, sets of text."""

@@ -2,11 +2,8 @@
 
 from jaxpar.config.schema import Config
 
-#: Its values. Each is the address of a field, or of a part, in a layer.
-CHANGEABLE = ("mixer.rope.theta", "mixer.rope.scaling", "mixer.window")
-
 
 def may_change(cfg: Config, path: str) -> bool:
     """Return whether `run.init_changes` names the field at an address, or a part that it is in."""
     within = f"{path.split('.', 2)[-1]}."
-    return any(within.startswith(f"{field}.") for field in cfg.run.init_changes.split(",") if field)
+    return any(within.startswith(f"{field}.") for field in cfg.run.init_changes)

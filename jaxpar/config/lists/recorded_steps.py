@@ -1,7 +1,6 @@
-"""The steps whose routing a run records, `run.record_routing`."""
+"""The size of the routing that a run records, `run.record_routing`."""
 
 from jaxpar.components.experts import experts_in, num_experts
-from jaxpar.config.numerals import only_digits
 from jaxpar.config.schema import Config
 
 #: Most steps of a run whose routing is recorded.
@@ -9,17 +8,6 @@ MAX_STEPS = 100
 
 #: Most bytes of the routing of all recorded steps together, before compression.
 MAX_BYTES = 4 << 30
-
-
-def recorded_steps(cfg: Config) -> tuple[int, ...]:
-    """Return the steps, counted from 1, in order.
-
-    Raises:   ValueError for a text that has anything but whole numbers, separated by commas.
-    """
-    parts = [part.strip() for part in cfg.run.record_routing.split(",") if part.strip()]
-    if not all(only_digits(part) and len(part) <= 10 for part in parts):
-        raise ValueError(cfg.run.record_routing)
-    return tuple(sorted(set(map(int, parts))))
 
 
 def id_bits(num_experts: int) -> int:

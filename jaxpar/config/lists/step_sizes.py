@@ -1,18 +1,17 @@
 """The sizes of steps: their sequences and the length of these, by step.
 
-`train.batch_schedule` and `data.length_schedule` are lists of STEP:SIZE. Everything that counts
-tokens or sequences of a run asks `step_sizes`.
+They follow from `train.batch_schedule` and `data.length_schedule`. Everything that counts tokens or
+sequences of a run asks `step_sizes`.
 """
 
 import bisect
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
-from jaxpar.config import Config, ConfigError, flag, replace, require, value_of
-from jaxpar.config.lists.mixture import MAX_STAGES, MAX_STEP
-from jaxpar.config.numerals import whole_number
+from jaxpar.config import Config, flag, replace, require, value_of
 
 BATCHES, LENGTHS = "train.batch_schedule", "data.length_schedule"
 
@@ -76,8 +75,8 @@ class StepSizes:
 def step_sizes(cfg: Config) -> StepSizes:
     """Return the sizes of the run's steps.
 
-    Raises:   ConfigError for a schedule that is not a list of STEP:SIZE, or that does not fit the
-              largest size, `train.global_batch_size` or `data.seq_len`.
+    Raises:   ConfigError for a schedule that does not fit the largest size,
+              `train.global_batch_size` or `data.seq_len`.
     """
     if not (cfg.train.batch_schedule or cfg.data.length_schedule):
         return StepSizes((StepSize(0, cfg.train.global_batch_size, cfg.data.seq_len),))
@@ -104,7 +103,7 @@ def sequences_before(cfg: Config, batch: int) -> int:
 
 def without_schedules(cfg: Config) -> Config:
     """Return the config with all steps of the largest size."""
-    return replace(cfg, **{BATCHES: "", LENGTHS: "", "data.length_keeps": "tokens"})
+    return replace(cfg, **{BATCHES: (), LENGTHS: (), "data.length_keeps": "tokens"})
 
 
 def config_of(cfg: Config, size: StepSize) -> Config:
@@ -152,46 +151,25 @@ def _at(schedule: list[tuple[int, int]], step: int) -> int:
 
 def schedule_of(cfg: Config, path: str) -> list[tuple[int, int]]:
     """Return a schedule as pairs of step and size; without one, the largest size from step 0."""
-    largest = value_of(cfg, LARGEST[path])
-    texts = [part.strip() for part in value_of(cfg, path).split(";")]
-    if texts == [""]:
-        return [(0, largest)]
-    example = flag(path, f"0:{max(largest // 2, 1)};1000:{largest}")
-
-    def refuse(rule: str, fix: str = example) -> NoReturn:
-        raise ConfigError(path, value_of(cfg, path), rule, f"use {fix}")
-
-    if len(texts) > MAX_STAGES:
-        refuse(f"has {len(texts)} sizes, more than {MAX_STAGES}")
-    found: list[tuple[int, int]] = []
-    for text in texts:
-        step, _, size = text.partition(":")
-        try:
-            found.append((whole_number(step), whole_number(size)))
-        except ValueError:
-            refuse(f"must be STEP:SIZE;STEP:SIZE, but has {text!r}")
-    steps = [step for step, _ in found]
-    if steps[0] != 0 or any(one >= other for one, other in itertools.pairwise(steps)):
-        refuse(f"must have ascending steps from 0, but has {', '.join(map(str, steps))}")
-    if steps[-1] > MAX_STEP:
-        refuse(f"must have steps of at most {MAX_STEP}, but has {steps[-1]}")
-    sizes = [size for _, size in found]
-    if min(sizes) < 1:
-        refuse(f"must have sizes of at least 1, but has {min(sizes)}")
-    if max(sizes) != largest:
-        rule = f"has a largest size of {max(sizes)}, but {LARGEST[path]} is {largest}"
-        refuse(rule, flag(LARGEST[path], max(sizes)))
+    held, largest = value_of(cfg, path), value_of(cfg, LARGEST[path])
+    found: list[tuple[int, int]] = [dataclasses.astuple(one) for one in held] or [(0, largest)]
+    steps, most = [step for step, _ in found], max(size for _, size in found)
+    rule = f"must begin with step 0, but begins with {steps[0]}"
+    from_0 = tuple(dataclasses.replace(one, step=one.step * (i > 0)) for i, one in enumerate(held))
+    require(steps[0] == 0, cfg, path, rule, flag(path, from_0), flag(path, ()))
+    rule = f"has a largest size of {most}, but {LARGEST[path]} is {largest}"
+    require(most == largest, cfg, path, rule, flag(LARGEST[path], most), flag(path, ()))
     return found
 
 
 def _check_length(cfg: Config, length: int) -> None:
     rule = f"must have lengths that divide data.seq_len = {cfg.data.seq_len}, but has {length}"
-    require(cfg.data.seq_len % length == 0, cfg, LENGTHS, rule, flag(LENGTHS, ""))
+    require(cfg.data.seq_len % length == 0, cfg, LENGTHS, rule, flag(LENGTHS, ()))
 
 
 def _check_rows(cfg: Config, batch: int, length: int) -> None:
     pieces = cfg.data.seq_len // length
     rule = f"cuts each sequence of data.seq_len into {pieces} of {length} tokens, which does not "
     rule += f"divide a batch of {batch} sequences"
-    ways = flag("data.length_keeps", "tokens"), flag(LENGTHS, "")
+    ways = flag("data.length_keeps", "tokens"), flag(LENGTHS, ())
     require(batch % pieces == 0, cfg, LENGTHS, rule, *ways)

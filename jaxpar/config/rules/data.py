@@ -1,10 +1,11 @@
 """Rules about the data sources."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 
-from jaxpar.config import Config, ConfigError, flag, require, value_of
-from jaxpar.config.lists.mixture import shares, stages
+from jaxpar.config import Config, ConfigError, MixtureWeights, flag, require, value_of
+from jaxpar.config.fields import refused
 from jaxpar.config.lists.step_sizes import (
     BATCHES,
     LENGTHS,
@@ -16,19 +17,32 @@ from jaxpar.config.lists.step_sizes import (
 
 
 def data(cfg: Config) -> None:
-    """Check the names of the sources, without opening them."""
-    paths = [share.path for share in shares(cfg)]
-    twice = next((path for path in paths if paths.count(path) > 1), "")
-    rule = f"contains {twice} twice"
-    require(not twice, cfg, "data.mixture", rule, flag("data.mixture", f"{twice}:1"))
-    stages(cfg)
+    """Check the weights of the sources, and what marks documents."""
+    path, given, count = "data.mixture_schedule", cfg.data.mixture_schedule, len(cfg.data.mixture)
+    none = flag(path, ())
+    require(not given or count > 1, cfg, path, "needs data.mixture with several sources", none)
+    for i, stage in enumerate(given):
+        where, weights = f"{path}[{i}].weights", stage.weights
+        ways = flag(path, tuple(_with_weights(one, count) for one in given)), none
+        if len(weights) != count:
+            rule = f"needs a weight for each of the {count} sources"
+            raise refused(where, weights, rule, *ways)
+        if not any(weights):
+            raise refused(where, weights, "must not all be 0", *ways)
     path, eos = "data.eos_id", cfg.data.eos_id
     rule = "must not be negative, or must be None for files that mark documents"
     require(eos is None or eos >= 0, cfg, path, rule, flag(path, None))
 
 
+def _with_weights(stage: MixtureWeights, count: int) -> MixtureWeights:
+    """Return a stage with a weight for each source, not all of them 0."""
+    if len(stage.weights) == count and any(stage.weights):
+        return stage
+    return dataclasses.replace(stage, weights=(1.0,) * count)
+
+
 def schedules(cfg: Config) -> None:
-    """Check the lists of `train.batch_schedule` and `data.length_schedule`."""
+    """Check that `train.batch_schedule` and `data.length_schedule` fit the largest sizes."""
     step_sizes(cfg)
     path, keeps = "data.length_keeps", cfg.data.length_keeps
     ok = keeps == "tokens" or cfg.data.length_schedule
@@ -48,7 +62,7 @@ def sizes_of_steps(cfg: Config, check: Callable[[Config], None]) -> None:
     rows, shared = whole // p.num_microbatches, math.gcd(*batches)
     odd = next((batch for batch in batches if batch % rows), 0)
     rule = f"must have multiples of {rows}, the sequences of a microbatch on all devices, not {odd}"
-    ways = [flag(BATCHES, "")]
+    ways = [flag(BATCHES, ())]
     if shared % (p.replica * max(p.data, 1) * p.expert * p.row_groups) == 0:
         ways.insert(0, flag("parallel.num_microbatches", whole // shared))
     require(odd == 0, cfg, BATCHES, rule, *ways)
@@ -65,4 +79,4 @@ def _of_size(cfg: Config, size: StepSize, error: ConfigError) -> ConfigError:
         return error
     rule = f"has {size.rows} sequences of {size.length} tokens from step {size.step} on, for which "
     rule += f"{error.field} = {error.value!r} {error.rule}"
-    return ConfigError(path, value_of(cfg, path), rule, f"use {flag(path, '')}")
+    return ConfigError(path, value_of(cfg, path), rule, f"use {flag(path, ())}")

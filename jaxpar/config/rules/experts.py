@@ -7,7 +7,7 @@ from jaxpar.components.model import Layer
 from jaxpar.config import Config, Model, default_of, flag, require, value_of
 from jaxpar.config.fields import refused
 from jaxpar.config.layout.expert_placement import expert_ways
-from jaxpar.config.lists.recorded_steps import MAX_BYTES, MAX_STEPS, bytes_of_a_step, recorded_steps
+from jaxpar.config.lists.recorded_steps import MAX_BYTES, MAX_STEPS, bytes_of_a_step
 
 #: Fields of runs that only a model with experts reads.
 OF_RUNS = """train.balance_loss train.balance_over train.router_z_loss train.router_bias_rate
@@ -90,21 +90,15 @@ def _balance(cfg: Config) -> None:
 def _recording(cfg: Config) -> None:
     """Check the steps whose routing is recorded, and the size of their files."""
     path, last = "run.record_routing", cfg.train.num_steps
-    try:
-        steps = recorded_steps(cfg)
-    except ValueError:
-        rule = "must be numbers of steps, separated by commas"
-        require(False, cfg, path, rule, flag(path, f"1,{last}"))
-        return
+    steps = cfg.run.record_routing
     if not steps:
         return
     rule = f"must name steps of the run, from 1 to train.num_steps = {last}"
-    ok = steps[0] >= 1 and steps[-1] <= last
-    ways = flag(path, last), flag("train.num_steps", steps[-1])
-    require(ok, cfg, path, rule, *ways[: 1 + (steps[0] > 0)])
-    shown, size = ",".join(map(str, steps[: MAX_STEPS // 10])), bytes_of_a_step(cfg)
+    ways = flag(path, (last,)), flag("train.num_steps", max(steps))
+    require(max(steps) <= last, cfg, path, rule, *ways)
+    shown, size = steps[: MAX_STEPS // 10], bytes_of_a_step(cfg)
     rule = f"names {len(steps)} steps, and must name at most {MAX_STEPS}"
     require(len(steps) <= MAX_STEPS, cfg, path, rule, flag(path, shown))
     rule = f"records {len(steps)} steps of {size:,} bytes, and must record at most {MAX_BYTES:,}"
-    fits = ",".join(map(str, steps[: MAX_BYTES // size]))
+    fits = steps[: MAX_BYTES // size]
     require(len(steps) * size <= MAX_BYTES, cfg, path, rule, flag(path, fits))

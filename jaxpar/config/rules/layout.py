@@ -4,25 +4,15 @@ A layout is the mesh and the fields of `parallel` that depend on it.
 """
 
 from jaxpar.config import Config, flag, require
-from jaxpar.config.layout.fields import ALL, FIELDS, names_of
 from jaxpar.config.layout.layer_split import (
     FIELD,
     even_split,
-    in_words,
     layers_before_stages,
     layers_per_chunk,
 )
 
 #: Bytes of an element that top_k sends, and of its sum in float32: sent twice, by each replica.
 VALUE_AND_PLACE, SUMMED = 6, 8
-
-
-def automatic(cfg: Config) -> None:
-    """Check that `parallel.auto` names fields of a layout."""
-    wrong = [name for name in names_of(cfg.parallel.auto) if name not in (ALL, *FIELDS)]
-    rule = f"must be {ALL}, or names from {', '.join(FIELDS)}, not {', '.join(wrong)}"
-    path = "parallel.auto"
-    require(not wrong, cfg, path, rule, flag(path, ALL), flag(path, "data,num_microbatches"))
 
 
 def interleaving(cfg: Config) -> None:
@@ -53,10 +43,9 @@ def layers(cfg: Config) -> None:
     require(m.num_layers >= least, cfg, path, rule, flag(path, fits))
     if not p.layers_per_stage:
         return
-    sizes, way = layers_per_chunk(cfg), flag(FIELD, in_words(even_split(m, p)))
+    sizes, way = layers_per_chunk(cfg), flag(FIELD, even_split(m, p))
     rule = f"must have a number for each of {chunks} {stages}, but has {len(sizes)}"
     require(len(sizes) == chunks, cfg, FIELD, rule, way)
-    require(min(sizes) > 0, cfg, FIELD, f"must give each of the {stages} a layer", way)
     rule = f"must add up to model.num_layers = {m.num_layers}, not to {sum(sizes)}"
     if dense:
         rule = f"must add up to {m.num_layers - dense}, the layers after the first {dense}, which "

@@ -1,13 +1,13 @@
 """Rules about memory: rematerialization and the storage of the moments."""
 
-import difflib
+import dataclasses
 import functools
 import math
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from jaxpar.components.experts import experts_in
-from jaxpar.config import Config, flag, require, value_of
+from jaxpar.config import Config, RematSlice, flag, require, value_of
+from jaxpar.config.fields import refused
 from jaxpar.config.layout.layer_split import slots_per_chunk
 from jaxpar.config.layout.moment_blocks import (
     EIGHT_BITS,
@@ -20,35 +20,25 @@ from jaxpar.config.remat_policies import (
     EXPERT_NAMES,
     LAYER_INPUT,
     ON_HOST,
-    REMAT_NAMES,
-    REMAT_POLICIES,
-    entries,
-    without_mark,
 )
 from jaxpar.config.rules.divisibility import largest_divisor
+from jaxpar.config.schema.items import Remat, RematValue
 
 
 def remat(cfg: Config) -> None:
-    """Check that policies exist or name values that can be saved, and which layers they are for."""
+    """Check the values that policies save, which layers they are for, and groups of layers."""
     p, path = cfg.parallel, "parallel.remat"
     _policy(cfg, path, p.remat, lambda policy: flag(path, policy))
-    path = "parallel.remat_layers"
-    for layers, policy in entries(p):
-        rule = "must be SLICE=POLICY with a slice of layers, as in ::2=full; "
-        rule += "semicolons separate several"
-        require(
-            _is_slice(layers) and policy != "",
-            cfg,
-            path,
-            rule,
-            flag(path, f"::2={policy or 'full'}"),
-        )
-        _policy(cfg, path, policy, functools.partial(_of_layers, layers))
+    slices = p.remat_layers
+    for i, one in enumerate(slices):
+        with_policy = functools.partial(_with_policy, slices, i)
+        _policy(cfg, f"parallel.remat_layers[{i}].policy", one.policy, with_policy)
     _groups(cfg)
 
 
-def _of_layers(layers: str, policy: str) -> str:
-    return flag("parallel.remat_layers", f"{layers}={policy}")
+def _with_policy(slices: tuple[RematSlice, ...], at: int, policy: Remat) -> str:
+    changed = dataclasses.replace(slices[at], policy=policy)
+    return flag("parallel.remat_layers", (*slices[:at], changed, *slices[at + 1 :]))
 
 
 def _groups(cfg: Config) -> None:
@@ -62,39 +52,36 @@ def _groups(cfg: Config) -> None:
     require(layers % p.remat_group == 0, cfg, path, rule, fix)
 
 
-def _is_slice(text: str) -> bool:
-    return re.fullmatch(r"-?\d+|(-?\d*):(-?\d*)(:[1-9]\d*)?", text, re.ASCII) is not None
-
-
-def _policy(cfg: Config, path: str, remat: str, way: Callable[[str], str]) -> None:
-    """Check one policy, or one list of values.
+def _policy(cfg: Config, path: str, policy: Remat, way: Callable[[Remat], str]) -> None:
+    """Check the values that one policy saves.
 
     Args:     way: a policy -> the option that sets it.
     """
-    names = remat.split(",")
-    plain = [without_mark(name) for name in names]
-    policy = next((name.strip() for name in names if name.strip() in REMAT_POLICIES), None)
-    savable = REMAT_NAMES + EXPERT_NAMES * bool(experts_in(cfg.model))
-    near = [m for name in plain for m in difflib.get_close_matches(name, savable, n=1)]
-    policies, known = ", ".join(REMAT_POLICIES), ", ".join(savable)
-    rule = f"must be one of {policies}, or names from {known}, separated by commas; {ON_HOST} "
-    rule += f"after a name, or after {LAYER_INPUT}, saves the value in host memory"
-    ok = remat in REMAT_POLICIES or set(plain) <= {*savable, LAYER_INPUT}
-    require(ok, cfg, path, rule, way(policy or ",".join(near) or "dots"))
+    if isinstance(policy, str):
+        return
+    if not policy:
+        raise refused(path, policy, "must be a policy, or name values to save", way("dots"))
+
+    def need(rule: str, others: Iterable[RematValue], *ways: str) -> None:
+        changed = tuple(others)
+        if changed != policy:
+            raise refused(path, policy, rule, way(changed or "full"), *ways)
+
+    moved = lambda one, on: dataclasses.replace(one, on=on)  # noqa: E731
+    once = {one.name: one for one in policy}
+    need("must name each value once, on the device or in host memory", once.values())
     rule = f"always saves {LAYER_INPUT}; add {ON_HOST} to save it in host memory"
-    on_host = [LAYER_INPUT + ON_HOST if name == LAYER_INPUT else name for name in names]
-    require(LAYER_INPUT not in names, cfg, path, rule, way(",".join(dict.fromkeys(on_host))))
-    once = {without_mark(name): name for name in names}
-    rule = "must name each value once, on the device or in host memory"
-    require(len(once) == len(names), cfg, path, rule, way(",".join(once.values())))
+    need(rule, (moved(one, "host") if one.name == LAYER_INPUT else one for one in policy))
+    of_experts = [one for one in policy if one.name in EXPERT_NAMES]
+    if not experts_in(cfg.model):
+        rule = f"names {', '.join(one.name for one in of_experts)}, which only experts have"
+        need(rule, (one for one in policy if one not in of_experts))
     rule = f"saves what experts receive or multiply on the device only, without {ON_HOST}"
-    here = [without_mark(name) if without_mark(name) in EXPERT_NAMES else name for name in names]
-    require(here == names, cfg, path, rule, way(",".join(here)))
+    need(rule, (moved(one, "device") if one in of_experts else one for one in policy))
     rule = "saves moe_weights, of which a pipeline would keep a copy with each microbatch"
-    others = [name for name in names if without_mark(name) != "moe_weights"]
-    ok = cfg.parallel.pipeline == 1 or len(others) == len(names)
-    fewer = way(",".join(others) or "full")
-    require(ok, cfg, path, rule, fewer, flag("parallel.pipeline", 1))
+    if cfg.parallel.pipeline > 1:
+        others = (one for one in policy if one.name != "moe_weights")
+        need(rule, others, flag("parallel.pipeline", 1))
 
 
 #: Largest decay at which stochastic rounding to bfloat16 is accurate (docs/numerics.md).

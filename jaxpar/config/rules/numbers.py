@@ -16,23 +16,27 @@ _ANY = Range(-MAX_INT - 1, MAX_INT)
 def numbers(cfg: Config) -> list[ConfigError]:
     """Return an error for each number that is not in its range."""
     return [
-        refused(path, value, rule, flag(path, good), *turning_off(path))
-        for path, value, rule, good in _bad(cfg)
+        refused(path, value, rule, fix, *turning_off(path)) for path, value, rule, fix in _bad(cfg)
     ]
 
 
-def _bad(cfg: Config) -> Iterator[tuple[str, Any, str, Any]]:
-    """Yield the path and value of each number, the rule that it breaks, and a value that fits."""
+def _bad(cfg: Config) -> Iterator[tuple[str, Any, str, str]]:
+    """Yield the path and value of each number that breaks a rule, the rule and a fix."""
     for path in field_types():
         value, allowed, default = value_of(cfg, path), range_of(path), default_of(path)
         if path == "parallel.data" and value < 1 and value != -1:
-            yield path, value, "must be at least 1, or -1 for all remaining devices", default
+            yield (
+                path,
+                value,
+                "must be at least 1, or -1 for all remaining devices",
+                flag(path, default),
+            )
         elif rule := broken_range(value, allowed):
             optional = ", or None" if default is None and "at most" not in rule else ""
-            yield path, value, rule + optional, default
+            yield path, value, rule + optional, flag(path, default)
     for path, value, allowed, default in numbers_in_layers(cfg.model.layers):
         if rule := broken_range(value, allowed):
-            yield path, value, rule, default
+            yield path, value, rule, flag(path, default)
 
 
 def broken_range(value: Any, allowed: Any) -> str:

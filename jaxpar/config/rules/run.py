@@ -1,11 +1,13 @@
 """Rules about a run: its paths, schedule, checkpoints, evaluation and profile."""
 
-from jaxpar.config import Config, default_of, flag, require, value_of
-from jaxpar.config.fields import turning_off
-from jaxpar.config.lists.held_out_sets import HELD_OUT, held_out_sets
-from jaxpar.config.lists.init_changes import CHANGEABLE
-from jaxpar.config.lists.mixture import shares
-from jaxpar.config.lists.shares import shares_of_steps
+import dataclasses
+import re
+from typing import Any
+
+from jaxpar.config import Config, ConfigError, default_of, flag, require, value_of
+from jaxpar.config.fields import refused, turning_off
+from jaxpar.config.lists.held_out_sets import HELD_OUT, TEST
+from jaxpar.config.lists.shares import check_shares
 from jaxpar.config.rules.paths import (
     FIELD,
     check_path,
@@ -15,6 +17,9 @@ from jaxpar.config.rules.paths import (
 )
 from jaxpar.config.schema.optimizer import AVERAGED
 
+#: Names of sets become parts of the names of metrics.
+_SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+
 
 def places(cfg: Config) -> None:
     """Check the paths of the run and its data."""
@@ -23,11 +28,11 @@ def places(cfg: Config) -> None:
             continue
         ok = bool(value_of(cfg, path).strip())
         require(ok, cfg, path, "must name a folder", flag(path, default_of(path)))
-    sources = [("data.mixture" if cfg.data.mixture else "data.path", s.path) for s in shares(cfg)]
-    stored = ("data.held_out", "run.init_from", "distill.teacher")
-    of_stored = [(path, value_of(cfg, path)) for path in stored]
-    for path, name in [*sources, *(one for one in of_stored if one[1] is not None)]:
-        check_path_or_address(path, name, "use " + flag(path, default_of(path)))
+    _paths("data.mixture", cfg.data.mixture)
+    for path in ("data.path", "data.held_out", "run.init_from", "distill.teacher"):
+        name = value_of(cfg, path)  # None in a section that is off
+        if name is not None and (path != "data.path" or not cfg.data.mixture):
+            check_path_or_address(path, name, f"use {flag(path, default_of(path))}")
     for path in ("run.dir", "run.compilation_cache", "data.cache_dir"):
         check_path(path, value_of(cfg, path), "use " + flag(path, default_of(path)))
     if cfg.run.store:
@@ -35,21 +40,29 @@ def places(cfg: Config) -> None:
     check_run_folder("run.dir", cfg.run.dir, "use " + flag("run.dir", default_of("run.dir")))
 
 
+def _paths(path: str, items: tuple[Any, ...]) -> None:
+    """Check the paths of the items of a list. The fix leaves out all that cannot be used."""
+    wrong: dict[int, ConfigError] = {}
+    for i, one in enumerate(items):
+        try:
+            check_path_or_address(f"{path}[{i}].path", one.path, "")
+        except ConfigError as error:
+            wrong[i] = error
+    left = tuple(one for i, one in enumerate(items) if i not in wrong)
+    for one in wrong.values():
+        raise refused(one.field, one.value, one.rule, flag(path, left))
+
+
 def initial_weights(cfg: Config) -> None:
     """Check the fields that may differ from those of the initial weights."""
-    path, names = "run.init_changes", cfg.run.init_changes
-    if not names:
-        return
-    rule = f"must be names from {', '.join(CHANGEABLE)}, separated by commas"
-    ways = flag(path, ",".join(CHANGEABLE[:2])), flag(path, "")
-    require(set(names.split(",")) <= set(CHANGEABLE), cfg, path, rule, *ways)
-    rule = "needs run.init_from, which is empty"
-    require(bool(cfg.run.init_from), cfg, path, rule, flag(path, ""))
+    path, rule = "run.init_changes", "needs run.init_from, which is empty"
+    ok = not cfg.run.init_changes or bool(cfg.run.init_from)
+    require(ok, cfg, path, rule, flag(path, ()))
 
 
 def schedule(cfg: Config) -> None:
     """Check what the schedule counts, and that it has a decay whose steps can be set."""
-    shares_of_steps(cfg.optimizer)
+    check_shares(cfg)
     o, path = cfg.optimizer, "optimizer.decay_steps"
     rule = "has no effect: the learning rate is constant after the warm-up"
     ok = o.decay_steps == 0 or o.schedule != "constant"
@@ -85,8 +98,17 @@ def saving(cfg: Config) -> None:
 def evaluation(cfg: Config) -> None:
     """Check that evaluation sets have names and paths, and that something evaluates them."""
     e, path = cfg.evaluation, "evaluation.sets"
-    for one in held_out_sets(cfg):
-        check_path_or_address(path, one.path, f"use, for example, {flag(path, 'web=data/web')}")
+    _paths(path, e.sets)
+    taken, wrong = (HELD_OUT, TEST, AVERAGED), dict[int, str]()
+    for i, one in enumerate(e.sets):
+        if one.name in taken:
+            wrong[i] = "has a meaning of its own"
+        elif not _SET_NAME.fullmatch(one.name):
+            wrong[i] = "must have at most 64 letters, digits, '_', '-' and '.'"
+    named = lambda i: dataclasses.replace(e.sets[i], name=f"set{i}") if i in wrong else e.sets[i]  # noqa: E731
+    for i, rule in wrong.items():
+        way = flag(path, tuple(map(named, range(len(e.sets)))))
+        raise refused(f"{path}[{i}].name", e.sets[i].name, rule, way)
     rule = "are never evaluated: evaluation.every is 0"
     require(not e.sets or e.every > 0, cfg, path, rule, flag("evaluation.every", 500))
 
@@ -95,7 +117,7 @@ def best(cfg: Config) -> None:
     """Check that the best checkpoint has a metric that is evaluated, and can be saved."""
     path, name, e = "checkpoint.best", cfg.checkpoint.best, cfg.evaluation
     names = [HELD_OUT, *([AVERAGED] if cfg.optimizer.ema else [])]
-    names += [one.name for one in held_out_sets(cfg)]
+    names += [one.name for one in e.sets]
     rule = f"must be what is evaluated, {', '.join(names)}, or empty"
     require(not name or name in names, cfg, path, rule, flag(path, HELD_OUT))
     rule = "is never evaluated: evaluation.every is 0"

@@ -12,6 +12,16 @@ from jaxpar.components.model import Layer
 from jaxpar.config import Config, ConfigError, default_of, flag
 from jaxpar.config.fields import field_types, section_of
 from jaxpar.config.layers import FIELD, check_layers
+from jaxpar.config.listed import (
+    form,
+    has_fields,
+    hints_of,
+    item_of,
+    members,
+    mended,
+    plain,
+    read_list,
+)
 from jaxpar.config.numerals import number
 from jaxpar.config.values import OR_NAMES, Value, check_values
 
@@ -48,13 +58,9 @@ def check_type(path: str, value: Any) -> None:
     elif Layer in typing.get_args(hint):
         check_layers(value)
     elif not fits(value, hint):
-        rule = f"must be {describe(hint)}"
-        raise ConfigError(path, value, rule, f"use {_example(path, value, hint)}")
-
-
-def plain(hint: Any) -> Any:
-    """Return the type of which a hint is an alias, or the hint."""
-    return hint.__value__ if isinstance(hint, typing.TypeAliasType) else hint
+        where, part, inner = _misfit(path, value, hint)
+        rule = f"must be {describe(inner)}{_unread(value, hint)}"
+        raise ConfigError(where, part, rule, f"use {_example(path, value, hint)}")
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -64,9 +70,37 @@ def fits(value: Any, hint: Any) -> bool:
         return any(fits(value, h) for h in typing.get_args(hint))
     if typing.get_origin(hint) is Literal:
         return any(value == a and type(value) is type(a) for a in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        item = typing.get_args(hint)[0]
+        return isinstance(value, tuple) and all(fits(one, item) for one in value)
+    if has_fields(hint) and isinstance(value, hint):
+        return all(fits(getattr(value, name), inner) for name, inner in hints_of(hint).items())
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     return isinstance(value, hint) and not (hint is int and isinstance(value, bool))
+
+
+def _misfit(path: str, value: Any, hint: Any) -> tuple[str, Any, Any]:
+    """Return the first part of a list that is not of its type: where, its value, and the type."""
+    if has_fields(hint) and isinstance(value, hint):
+        parts = [
+            (f"{path}.{name}", getattr(value, name), of) for name, of in hints_of(hint).items()
+        ]
+    elif isinstance(value, tuple) and item_of(hint) is not None:
+        parts = [(f"{path}[{i}]", one, item_of(hint)) for i, one in enumerate(value)]
+    else:
+        return path, value, hint
+    return next(_misfit(*part) for part in parts if not fits(part[1], part[2]))
+
+
+def _unread(value: Any, hint: Any) -> str:
+    """Return why a text is not a list, as the end of a rule."""
+    if isinstance(value, str) and has_fields(item := item_of(hint)):
+        try:
+            read_list(value, item)
+        except ValueError as error:
+            return f", but {error}"
+    return ""
 
 
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
@@ -87,6 +121,11 @@ def describe(hint: Any) -> str:
         )
     if typing.get_origin(hint) is Literal:
         return "one of " + ", ".join(map(str, typing.get_args(hint)))
+    if typing.get_origin(hint) is tuple:
+        item = typing.get_args(hint)[0]
+        names = ", ".join(one for one in members(item) if isinstance(one, str))
+        what = f"names from {names}" if names else form(item) if has_fields(item) else "numbers"
+        return f"a list of {what}, separated by commas"
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return " or ".join(describe(h) for h in typing.get_args(hint))
     return "None" if hint is type(None) else _KINDS.get(hint, f"a {hint.__name__}")
@@ -99,6 +138,14 @@ def _example(path: str, value: Any, hint: Any) -> str:
         inner = next(p for p in field_types() if p.startswith(path + "."))
         fields = flag(inner, default_of(inner))
         return fields if section is hint else f"{flag(path, None)}, or {fields}"
+    if (item := item_of(hint)) is not None:
+        words = [one for one in members(hint) if isinstance(one, str)]
+        near = (
+            difflib.get_close_matches(str(value), words, n=1)
+            if not set(",:") & set(str(value))
+            else []
+        )
+        return flag(path, near[0] if near else _near(value, item) or default_of(path))
     if path in OR_NAMES:
         hint = typing.get_args(hint)[0]
     if typing.get_origin(hint) is Literal:
@@ -113,3 +160,18 @@ def _example(path: str, value: Any, hint: Any) -> str:
         if meant.is_integer():
             return flag(path, int(meant))
     return flag(path, default_of(path))
+
+
+def _near(value: Any, item: Any) -> tuple[Any, ...]:
+    """Return the items of a list that are of their type, and the most similar names of others."""
+    if isinstance(value, str) and has_fields(item):
+        return mended(value, item)
+    values = value.split(",") if isinstance(value, str) else value
+    names = [one for one in members(item) if isinstance(one, str)]
+    found: list[Any] = []
+    for one in values if isinstance(values, list | tuple) else ():
+        if fits(one, item):
+            found.append(one)
+        elif isinstance(one, str):
+            found += difflib.get_close_matches(one.strip(), names, n=1)
+    return tuple(found)

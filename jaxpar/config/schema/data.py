@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from jaxpar.components.ranges import Range, Reals
 from jaxpar.config.rules.limits import MAX_SEQUENCE
+from jaxpar.config.schema.items import MixtureWeights, SequenceLength, Source
 from jaxpar.config.values import Value
 
 
@@ -21,9 +22,8 @@ class DataConfig:
     """Largest size of data.cache_dir, in GiB. Parts that were not read for longest are deleted."""
     seq_len: Annotated[int, Range(1, MAX_SEQUENCE)] = 1024
     """Tokens per training sequence."""
-    length_schedule: str = ""
-    """Lengths of the sequences by step: 0:LENGTH;STEP:LENGTH, each after STEP steps. They divide
-    the longest, seq_len. Empty: seq_len."""
+    length_schedule: tuple[SequenceLength, ...] = ()
+    """Lengths of the sequences by step. They divide the longest, seq_len. Empty: seq_len."""
     length_keeps: Literal["tokens", "sequences"] = "tokens"
     """What length_schedule leaves as it is. tokens: shorter sequences are more, so that a step has
     as many tokens. sequences: a step has as many sequences."""
@@ -36,12 +36,10 @@ class DataConfig:
     source: Value | None = None
     """A `DataSource` of your own, whose batches are trained on in place of those of data.path; set
     in Python. Its tokenizer and its held-out text remain. None: data.path."""
-    mixture: str = ""
-    """Datasets to mix in place of data.path: PATH:WEIGHT,PATH:WEIGHT. Weights are shares of the
-    sequences. Empty: only data.path."""
-    mixture_schedule: str = ""
-    """Other weights of data.mixture after some steps: STEP:WEIGHT,WEIGHT;STEP:WEIGHT,WEIGHT, one
-    weight for each source, in its order. 0 leaves a source out. Empty: the weights stay."""
+    mixture: tuple[Source, ...] = ()
+    """Datasets to mix in place of data.path. Empty: only data.path."""
+    mixture_schedule: tuple[MixtureWeights, ...] = ()
+    """Other weights of data.mixture after some steps. Empty: the weights stay."""
     held_out: str = ""
     """Dataset to evaluate on. Empty: the held-out splits of the training data."""
     eos_id: int | None = None

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from jaxpar.components.ranges import Count, Fraction, Natural, NotNegative, Positive, Range, Reals
+from jaxpar.config.schema.items import StepShare
 from jaxpar.config.values import Value
 
 #: The weights of a run: those that are trained, or their moving average.
@@ -34,10 +35,10 @@ class OptimizerConfig:
     schedule: Literal["cosine", "linear", "wsd", "constant"] | Value = "cosine"
     """Learning rate after the warm-up. wsd: constant, then linear decay over the last fifth. In
     Python also a `Schedule` of your own."""
-    schedule_by: str = "steps"
+    schedule_by: Literal["steps", "tokens"] | tuple[StepShare, ...] = "steps"
     """What the schedule counts. steps: optimizer steps. tokens: a step of fewer tokens than the
     largest counts as its share of one, also in warmup_steps and decay_steps; the run replaces the
-    word by the shares, STEP:SHARE;STEP:SHARE (docs/optimizers.md#schedules-by-step)."""
+    word by the shares (docs/optimizers.md#schedules-by-step)."""
     warmup_steps: Natural = 100
     """Steps of linear warm-up from 0; for a tenth of the steps in a run that is not longer."""
     warmup_fraction: Fraction = 0.0

@@ -5,14 +5,31 @@ from typing import Annotated, Literal
 
 from jaxpar.components.ranges import Count, Natural, Positive, Range
 from jaxpar.config.rules.limits import MAX_AXIS, MAX_SECONDS, MAX_SEQUENCE
+from jaxpar.config.schema.items import Remat, RematSlice
+
+#: The fields that a layout sets, in display order, and the word for all that have their defaults.
+LayoutField = Literal[
+    "all",
+    "pipeline",
+    "replica",
+    "data",
+    "expert",
+    "sequence",
+    "tensor",
+    "zero",
+    "num_microbatches",
+    "virtual_stages",
+    "row_groups",
+    "remat",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """The device mesh, and how model and batch are split over it."""
 
-    auto: str = ""
-    """Layout fields for the planner to choose: all, or NAME,NAME. Empty: none."""
+    auto: tuple[LayoutField, ...] = ()
+    """Layout fields for the planner to choose. all: each that has its default. Empty: none."""
     pipeline: Annotated[int, Range(1, MAX_AXIS)] = 1
     """Pipeline-parallel stages (PP)."""
     replica: Annotated[int, Range(1, MAX_AXIS)] = 1
@@ -43,7 +60,7 @@ class ParallelConfig:
     parallelism inside a pipeline, and for the sends of an expert axis."""
     virtual_stages: Annotated[int, Range(1, 10_000)] = 1
     """Interleaved stages per pipeline device. More stages make the bubble smaller."""
-    layers_per_stage: str = ""
+    layers_per_stage: tuple[Count, ...] = ()
     """Layers of each stage, such as 15,16,16,15; of each virtual stage in the model's order. Empty:
     equal, or else one more in the first stages."""
     schedule: Literal["1f1b", "gpipe", "zero_bubble"] = "1f1b"
@@ -54,13 +71,12 @@ class ParallelConfig:
     """ZeRO stage. 3: gather weights layer by layer. 1: gather all once per step; for pipelines,
     and for weights that are not sharded. 2: as 1, and scatter gradients layer by layer, so that
     their sums over microbatches are shards."""
-    remat: str = "dots"
-    """Rematerialization policy: none | dots | dots_offload | attn_out | full | offload, or the
-    names of the values to save for the backward pass."""
-    remat_layers: str = ""
-    """Policies of some unrolled layers, as SLICE=POLICY, separated by semicolons: ::2=full for
-    every second layer, :8=full for the first eight. Later ones win; the other layers have `remat`.
-    With a pipeline, slices are of the layers in each chunk of a stage."""
+    remat: Remat = "dots"
+    """Rematerialization policy, or the values to save for the backward pass."""
+    remat_layers: tuple[RematSlice, ...] = ()
+    """Policies of some unrolled layers: full:::2 for every second layer, full::8 for the first
+    eight. Later ones win; the other layers have `remat`. With a pipeline, slices are of the layers
+    in each chunk of a stage."""
     remat_group: Count = 1
     """With layer_loop scan, layers of which only the first one's input is saved. The backward
     computes a group forward again. About the square root of the layers needs the least memory."""

@@ -19,9 +19,9 @@ class RunConfig:
     init_from: str = ""
     """Run, published model or name on the Hugging Face Hub (org/model@revision) to take the initial
     weights from. Empty: random initialization."""
-    init_changes: str = ""
-    """Fields of layers that may differ from those of init_from, separated by commas, such as
-    mixer.rope.theta,mixer.rope.scaling for a longer context (docs/long_context.md). Empty: none."""
+    init_changes: tuple[Literal["mixer.rope.theta", "mixer.rope.scaling", "mixer.window"], ...] = ()
+    """Fields of layers that may differ from those of init_from, such as mixer.rope.theta for a
+    longer context (docs/long_context.md). Empty: none."""
     cpu_devices: Annotated[int, Range(0, MAX_CPU_DEVICES)] = 0
     """Number of CPU devices to simulate in this process. 0: use the devices that JAX finds."""
     xla_flags: Literal["auto", "none"] = "auto"
@@ -29,7 +29,7 @@ class RunConfig:
     deterministic: bool = False
     """Give the same bits in every run on the same mesh and GPUs: deterministic attention, XLA
     kernels and NCCL algorithms, at a cost in speed. CPUs always do."""
-    record_routing: str = ""
+    record_routing: tuple[Count, ...] = ()
     """Steps whose routing to record, such as 1,100,200: the experts of every token, in RUN/routing.
     `python -m jaxpar.profile --bench --routing FILE` repeats it. Empty: none."""
     compilation_cache: str = "~/.cache/jaxpar/xla"

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from jaxpar.components.ranges import Count, Natural, NotNegative, Positive, Range
 from jaxpar.config.rules.limits import MAX_SEQUENCE
+from jaxpar.config.schema.items import BatchSize, EvaluationSet, LossWeight
 from jaxpar.config.values import Value
 
 
@@ -24,10 +25,9 @@ class TrainConfig:
     global_batch_tokens: Natural = 0
     """Tokens per optimizer step, padding included: sets global_batch_size to that many in sequences
     of data.seq_len. 0: global_batch_size decides."""
-    batch_schedule: str = ""
-    """Global batch sizes by step: 0:SIZE;STEP:SIZE, each after STEP steps. The largest is
-    global_batch_size. A smaller batch has fewer microbatches of the same size. Empty: all steps
-    have global_batch_size."""
+    batch_schedule: tuple[BatchSize, ...] = ()
+    """Global batch sizes by step. The largest is global_batch_size. A smaller batch has fewer
+    microbatches of the same size. Empty: all steps have global_batch_size."""
     micro_batch_size: Annotated[int, Range(0, MAX_SEQUENCE)] = 0
     """Sequences of a microbatch on each batch shard. The run sets parallel.num_microbatches to
     match. 0: the number of microbatches decides."""
@@ -39,9 +39,9 @@ class TrainConfig:
     """Steps between lines of metrics."""
     z_loss: NotNegative = 0.0
     """Weight of the squared log-partition penalty, which keeps logits small (PaLM, section 5)."""
-    z_loss_schedule: str = ""
-    """Weights in place of z_loss, by step: STEP:WEIGHT;STEP:WEIGHT, on straight lines between them,
-    and constant before the first and after the last. Empty: z_loss at every step."""
+    z_loss_schedule: tuple[LossWeight, ...] = ()
+    """Weights in place of z_loss, by step, on straight lines between them, and constant before the
+    first and after the last. Empty: z_loss at every step."""
     balance_loss: NotNegative = 0.0
     """Weight of the loss that balances experts, per layer. It is 1 if all have the same load."""
     balance_over: Literal["sequence", "batch"] = "sequence"
@@ -53,7 +53,7 @@ class TrainConfig:
     """Step size of router.balancing_bias (DeepSeek-V3: 1e-3)."""
     mtp_loss: NotNegative = 0.1
     """Weight of the mean loss of model.mtp_depth's modules (DeepSeek-V3: 0.3, then 0.1)."""
-    mtp_loss_schedule: str = ""
+    mtp_loss_schedule: tuple[LossWeight, ...] = ()
     """Weights in place of mtp_loss, by step, like z_loss_schedule."""
     loss: Value | None = None
     """A loss of your own, a `jaxpar.Loss`, in place of the cross entropy of the next token; set in
@@ -91,7 +91,7 @@ class EvaluationConfig:
     """Global batches per evaluation, the same ones every time; fewer if the data has fewer."""
     split: Literal["val", "test"] = "val"
     """Split of the data to evaluate on. test: the split that no decision depended on."""
-    sets: str = ""
-    """Further sets, each with its own loss: NAME=PATH,NAME=PATH or NAME=PATH:SPLIT. Empty: none."""
+    sets: tuple[EvaluationSet, ...] = ()
+    """Further sets, each with its own loss. Empty: none."""
     test: bool = False
     """Also evaluate on the test split, once, after the last step."""

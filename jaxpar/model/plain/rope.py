@@ -29,7 +29,7 @@ def frequency(j: int, half: int, length: int, rope: Rope) -> float:
         return _yarn_frequency(j, half, inv, rope)
     if s.kind == "longrope":
         factors = s.short_factors if length <= s.original_max_position else s.long_factors
-        return inv / float(factors.split(",")[j])
+        return inv / factors[j]
     return _llama_frequency(inv, s)
 
 

@@ -11,6 +11,7 @@ from jaxpar.config.features import reads_scores
 from jaxpar.config.layout.expert_placement import spreads_experts
 from jaxpar.config.layout.moment_blocks import uses_blocks
 from jaxpar.config.remat_policies import saved_names, without_mark
+from jaxpar.config.schema.items import Remat
 from jaxpar.model.largest_scores import by_kernel
 from jaxpar.model.loss import num_chunks
 from jaxpar.planning.predict import experts, matrices, rates
@@ -86,7 +87,7 @@ def _layer_seconds(
     )
 
 
-def repeats(cfg: Config, layer: Layer, remat: str) -> set[str]:
+def repeats(cfg: Config, layer: Layer, remat: Remat) -> set[str]:
     """Return what the backward recomputes, of MATMULS, "attention" and "elementwise".
 
     A value is recomputed unless it, or everything computed from it, is saved on the device or the

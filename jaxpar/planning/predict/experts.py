@@ -14,6 +14,7 @@ from jaxpar.components.experts import Experts
 from jaxpar.config import Config
 from jaxpar.config.layout.expert_placement import expert_parts, expert_ways, token_ways
 from jaxpar.config.remat_policies import saved_names
+from jaxpar.config.schema.items import Remat
 from jaxpar.execution.decisions import on_gpus, rows_per_device
 from jaxpar.execution.xla_flag_table import with_experts_apart
 from jaxpar.kernels.grouped_matmul import max_rows
@@ -146,7 +147,7 @@ def plan_bytes(cfg: Config, of: Experts) -> float:
     return 4 * dispatched(cfg, of).of_plan / _attended(cfg)
 
 
-def saved_bytes(cfg: Config, of: Experts, remat: str) -> float:
+def saved_bytes(cfg: Config, of: Experts, remat: Remat) -> float:
     """Return the bytes per token that a policy saves of a layer by the names `EXPERT_NAMES`.
 
     Without an expert axis, tokens are the norm's output, of which the backward then needs no other

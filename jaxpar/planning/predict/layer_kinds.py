@@ -10,6 +10,7 @@ from jaxpar.components.model import Layer
 from jaxpar.config import Config
 from jaxpar.config.layout.layer_split import slots_per_chunk
 from jaxpar.config.remat_policies import of_layers
+from jaxpar.config.schema.items import Remat
 from jaxpar.model.chunks import layers_of_chunk
 
 
@@ -23,7 +24,7 @@ class LayerKind:
     """
 
     layer: Layer
-    remat: str
+    remat: Remat
     share: float
 
     @property

@@ -27,6 +27,7 @@ from jaxpar.config.remat_policies import (
     names_on_host,
     saved_names,
 )
+from jaxpar.config.schema.items import Remat
 from jaxpar.model.largest_scores import QUERIES, by_kernel
 from jaxpar.model.loss import num_chunks
 from jaxpar.planning.predict import experts, matrices, teacher
@@ -212,7 +213,7 @@ def _average(cfg: Config, where: int) -> float:
     return sum(kind.share * _saved_by(cfg, kind)[where] for kind in layer_kinds(cfg))
 
 
-def _saved_by(cfg: Config, kind: LayerKind, remat: str = "") -> tuple[float, float]:
+def _saved_by(cfg: Config, kind: LayerKind, remat: Remat = ()) -> tuple[float, float]:
     """The bytes per token and layer on the device and in host memory.
 
     Args:     remat: another policy than the kind's.

@@ -224,9 +224,9 @@ def bench(options: BenchOptions) -> int:
         checkpoint=dataclasses.replace(
             cfg.checkpoint, every=0, keep_every=0, best="", resume="auto"
         ),
-        evaluation=dataclasses.replace(cfg.evaluation, every=0, sets="", test=False),
+        evaluation=dataclasses.replace(cfg.evaluation, every=0, sets=(), test=False),
         train=dataclasses.replace(cfg.train, early_stop_patience=0),
-        run=dataclasses.replace(cfg.run, dir="runs/bench", init_from="", record_routing=""),
+        run=dataclasses.replace(cfg.run, dir="runs/bench", init_from="", record_routing=()),
     )
     trace = options.trace or None
     profiled.check_profiler(options.profiler, trace)

@@ -8,6 +8,7 @@ from xml.etree.ElementTree import Element
 
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.layers import FIELD, by_address
+from jaxpar.config.serialize import value_text
 from jaxpar.config.values import to_values
 from jaxpar.monitoring import profile_folder
 from jaxpar.runtime.units import duration
@@ -133,7 +134,9 @@ def _changed(config: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return the fields that differ from the defaults: (path, value, default)."""
     default = _flat(to_values(Config()))
     mine = _flat(config)
-    return [(k, str(v), str(default.get(k, "–"))) for k, v in mine.items() if v != default.get(k)]
+    changed = {path: v for path, v in mine.items() if v != default.get(path)}
+    of = lambda path: value_text(path, default[path]) if path in default else "–"  # noqa: E731
+    return [(path, value_text(path, v), of(path)) for path, v in changed.items()]
 
 
 def _flat(value: Any, path: str = "") -> dict[str, Any]:

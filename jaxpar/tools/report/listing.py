@@ -17,6 +17,7 @@ from xml.etree.ElementTree import Element
 from jaxpar.config import ConfigError
 from jaxpar.config.layers import FIELD, by_address
 from jaxpar.config.rules.paths import is_address
+from jaxpar.config.serialize import value_text
 from jaxpar.runtime import tables
 from jaxpar.runtime.stages import stage
 from jaxpar.runtime.units import duration
@@ -79,7 +80,7 @@ class Summary:
             amount(self.tokens),
             amount(self.tokens_per_second_per_device),
             "" if self.seconds is None else duration(self.seconds),
-            ", ".join(f"{path} {_shown(value)}" for path, value in self.differs.items()),
+            ", ".join(f"{path} {_shown(path, value)}" for path, value in self.differs.items()),
         ]
 
 
@@ -166,8 +167,8 @@ def _fields(config: dict[str, Any]) -> Iterable[tuple[str, Any]]:
             yield from by_address(value).items() if path == FIELD else [(path, value)]
 
 
-def _shown(value: Any) -> str:
-    return "''" if value == "" else str(value)
+def _shown(path: str, value: Any) -> str:
+    return value_text(path, value) or "''"
 
 
 def _summary(run: RunRead, differs: dict[str, Any], ranked_by: str) -> Summary:

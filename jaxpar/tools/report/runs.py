@@ -13,8 +13,8 @@ import numpy as np
 from jaxpar.config import ConfigError
 from jaxpar.config.fields import optional_sections
 from jaxpar.config.json_reader import read_json
-from jaxpar.config.lists.held_out_sets import MAX_SETS
 from jaxpar.config.metrics import METRICS, UNKNOWN, Metric
+from jaxpar.config.schema.items import EvaluationSet
 from jaxpar.config.schema.optimizer import AVERAGED
 from jaxpar.monitoring.goodput import (
     Goodput,
@@ -125,7 +125,7 @@ FOLLOWED = Path("evaluations", "metrics.jsonl")
 OF_FOLLOWERS = ("task_scores/", "followed_loss", "followed_bits_per_byte")
 
 #: Most metrics that are kept over steps, of which a damaged file may name any number.
-MAX_SERIES = len(DRAWN) + MAX_SETS
+MAX_SERIES = len(DRAWN) + EvaluationSet.most
 
 #: Number of samples that are shown, the latest ones.
 MAX_SAMPLES = 4
@@ -302,7 +302,7 @@ def _read_followed(run: RunRead) -> None:
             for name, value in numbers(record).items():
                 if name.startswith(OF_FOLLOWERS) and can_be_shown(value):
                     found[name][step] = value
-    for name in list(found)[:MAX_SETS]:
+    for name in list(found)[: EvaluationSet.most]:
         run.series[name] = Series(0, max(run.last_step, *found[name]), 1)
         for step in sorted(found[name]):
             run.series[name].add(step, found[name][step])

@@ -5,6 +5,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from jaxpar.config.serialize import value_text
+
 #: Number of step ranges in a series: about one for two pixels of a chart.
 RANGES = 320
 
@@ -175,7 +177,8 @@ def held_out_text(config: dict[str, Any]) -> str:
     Nats per token compare only between runs with the same tokens and the same objective.
     """
     at = lambda section, name: _section(config, section).get(name)  # noqa: E731
-    data = at("data", "held_out") or at("data", "mixture") or at("data", "path") or "unknown data"
+    mixture = at("data", "mixture") and value_text("data.mixture", at("data", "mixture"))
+    data = at("data", "held_out") or mixture or at("data", "path") or "unknown data"
     words = [str(data), f"vocabulary of {at('model', 'vocab_size')}"]
     if (split := at("evaluation", "split")) not in (None, "val"):
         words.append(f"split {split}")

@@ -141,7 +141,7 @@ def test_devices_fit_that_divide_the_global_batch_and_the_model():
     assert launch_options.obstacle(cfg, 5).startswith(
         "model.d_model must be divisible by parallel.data"
     )
-    assert not launch_options.obstacle(replace(cfg, **{"parallel.auto": "all"}), 7)
+    assert not launch_options.obstacle(replace(cfg, **{"parallel.auto": ("all",)}), 7)
 
 
 def test_a_member_that_is_gone_has_started_again_or_gave_up_is_noticed():

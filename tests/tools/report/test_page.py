@@ -11,7 +11,7 @@ from importlib import resources
 import pytest
 
 from jaxpar.commands import call
-from jaxpar.config import ConfigError
+from jaxpar.config import ConfigError, Source
 from jaxpar.monitoring.goodput import PARTS
 from jaxpar.monitoring.metric_names import TABLE_FILE
 from jaxpar.monitoring.samples import write_sample
@@ -69,7 +69,7 @@ def test_nothing_is_loaded(tmp_path):
 
 
 def test_texts_of_a_run_stay_texts(tmp_path):
-    folder = write_run(tmp_path / "<b>run", **{"data.mixture": EVIL[:-1]})
+    folder = write_run(tmp_path / "<b>run", **{"data.mixture": (Source(EVIL, 1),)})
     manifest = json.loads((folder / "manifest.json").read_text()) | {"device": EVIL}
     (folder / "manifest.json").write_text(json.dumps(manifest))
     write_sample(folder, 3, EVIL, EVIL)

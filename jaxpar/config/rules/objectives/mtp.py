@@ -1,7 +1,7 @@
 """Rules about multi-token prediction, and about the weights of losses by step."""
 
 from jaxpar.config import Config, default_of, flag, require, value_of
-from jaxpar.config.lists.weight_schedules import CONSTANT, MTP_LOSS, corners
+from jaxpar.config.lists.weight_schedules import CONSTANT, MTP_LOSS
 
 DEPTH, WEIGHT = "model.mtp_depth", "train.mtp_loss"
 
@@ -10,9 +10,11 @@ MAX_DEPTH = 8
 
 
 def weights_by_step(cfg: Config) -> None:
-    """Check the schedules of the weights of losses."""
+    """Check that schedules of the weights of losses have some weight above 0."""
     for path in CONSTANT:
-        corners(cfg, path)
+        held = value_of(cfg, path)
+        ok = not held or any(point.weight for point in held)
+        require(ok, cfg, path, "must have a weight above 0", flag(path, ()))
 
 
 def multi_token_prediction(cfg: Config) -> None:
@@ -21,7 +23,7 @@ def multi_token_prediction(cfg: Config) -> None:
     weights_by_step(cfg)
     if m.mtp_depth == 0:
         said = f"needs modules of multi-token prediction, but {DEPTH} is 0"
-        ways = flag(MTP_LOSS, ""), flag(DEPTH, 1)
+        ways = flag(MTP_LOSS, ()), flag(DEPTH, 1)
         require(not cfg.train.mtp_loss_schedule, cfg, MTP_LOSS, said, *ways)
         default = default_of(WEIGHT)
         rule = f"needs modules of multi-token prediction, but {DEPTH} is 0"

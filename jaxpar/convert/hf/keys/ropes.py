@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.components.rope import Rope, RopeScaling
-from jaxpar.config.lists.rope_factors import in_words, numbers_in
 from jaxpar.convert.hf.config_file import CORRECT, Values, check_kind, refuse
 from jaxpar.convert.hf.keys.latents import score_keys
 
@@ -134,14 +133,14 @@ class _Reader:
         default = most / original if isinstance(most, int) else None
         return max(self.number("factor", default), 1.0)
 
-    def numbers(self, key: str) -> str:
-        """Return a list of numbers in the config's form."""
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """Return a list of numbers."""
         found = self.rope.get(key)
         good = isinstance(found, list) and found != []
         if not good or not all(type(n) in (int, float) and n > 0 for n in found or ()):
             rule = f"must be a list of numbers above 0 for rope_type {self.kind}"
             raise refuse(key, found, rule, "add it")
-        return in_words(found or [])
+        return tuple(map(float, found or []))
 
 
 def _llama3(r: _Reader) -> RopeScaling:
@@ -262,8 +261,8 @@ def write_scaling(s: RopeScaling | None) -> Values:
         found |= {"llama_4_scaling_beta": s.query_beta} if s.query_beta else {}
         found |= score_keys(s)
     if s.kind == "longrope":
-        found["short_factor"] = numbers_in(s.short_factors)
-        found["long_factor"] = numbers_in(s.long_factors)
+        found["short_factor"] = list(s.short_factors)
+        found["long_factor"] = list(s.long_factors)
     if s.attention_factor is not None:
         found["attention_factor"] = s.attention_factor
     return found
