@@ -30,7 +30,7 @@ from jaxpar.sharding.initial_values import init_options, initial_values, leaf_ke
 from jaxpar.sharding.mesh import shardings
 from jaxpar.sharding.params import ParamSpec, abstract, join, map_specs, partition_specs, split
 from jaxpar.step.conversions import convert_dtype
-from jaxpar.step.diloco import overlap, trainers
+from jaxpar.step.diloco import overlap, schedule, trainers
 from jaxpar.step.features import features_of
 from jaxpar.step.layer_order import layer_order, order_of, stack_of, with_slots
 from jaxpar.step.unequal_stages import logical_sharding, to_layers, to_slots
@@ -95,7 +95,7 @@ def abstract_weights(cfg: Config, mesh: Mesh) -> dict[str, Any]:
     They are the parameters; with a moving average, the average and the parameters that are frozen.
     """
     logical = abstract_logical(cfg, mesh)
-    if not cfg.optimizer.averages:
+    if not cfg.optimizer.ema:
         return {"params": logical.params}
     _, frozen = split(logical.params, specs_of(cfg))
     return {AVERAGED: logical.extra[AVERAGED]} | ({"params": frozen} if frozen else {})
@@ -227,7 +227,7 @@ def state_of(params: Any, cfg: Config, mesh: Mesh) -> TrainState:
 
 def fresh_exchange(params: Any, cfg: Config, mesh: Mesh) -> dict[str, Any]:
     """Return what DiLoCo exchanges with an overlap, before it does; {} without."""
-    if not cfg.diloco.overlap:
+    if not schedule.overlap_of(cfg):
         return {}
     to = state_shardings(cfg, mesh).extra["diloco"]
     zeros = jax.jit(

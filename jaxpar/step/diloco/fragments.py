@@ -13,7 +13,7 @@ import flax.traverse_util
 import jax
 from jax import lax
 
-from jaxpar.config import Config
+from jaxpar.config import Config, present
 from jaxpar.model.parameters import specs_of
 from jaxpar.sharding.params import flat
 
@@ -25,7 +25,7 @@ class Fragment:
     """Fragment i, on arrays by name."""
 
     def __init__(self, cfg: Config, i: int):
-        self._i, self._n, self._specs = i, cfg.diloco.fragments, flat(specs_of(cfg))
+        self._i, self._n, self._specs = i, present(cfg.diloco).fragments, flat(specs_of(cfg))
 
     @property
     def names(self) -> list[str]:

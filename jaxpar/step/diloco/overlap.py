@@ -20,13 +20,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.config import Config
+from jaxpar.config import Config, present
 from jaxpar.model.parameters import specs_of
 from jaxpar.parallel.collectives import varying_axes
 from jaxpar.sharding.params import flat
 from jaxpar.step.diloco.fragments import Fragment, is_layers, tree
 from jaxpar.step.diloco.rule import mean_of_replicas, nesterov
-from jaxpar.step.diloco.schedule import spacing
+from jaxpar.step.diloco.schedule import overlap_of, spacing
 from jaxpar.step.diloco.trainers import MOMENTUM, WEIGHTS, for_each, num_trainers
 from jaxpar.step.metrics import Step
 
@@ -38,9 +38,9 @@ def nothing_exchanged(params: Any, cfg: Config) -> dict[str, Any]:
 
     Args:     params: all parameters.
     """
-    if not cfg.diloco.overlap:
+    if not overlap_of(cfg):
         return {}
-    specs, n = flat(specs_of(cfg)), cfg.diloco.fragments
+    specs, n = flat(specs_of(cfg)), present(cfg.diloco).fragments
 
     def zeros(name: str, x: jax.Array) -> jax.Array:
         return jnp.zeros_like(x[: x.shape[0] // n] if is_layers(specs[name]) else x)
@@ -67,7 +67,7 @@ def exchange_specs(specs: Any, cfg: Config) -> dict[str, Any]:
 
     Args:     specs: those of a TrainState with DiLoCo.
     """
-    if not cfg.diloco.overlap:
+    if not overlap_of(cfg):
         return {}
     return {OUTGOING: specs.extra["diloco"][WEIGHTS], ARRIVED: specs.params}
 
@@ -77,14 +77,14 @@ def programs_of_steps(cfg: Config) -> list[int | None]:
 
     Fragments with the same arrays share the program of the first of them.
     """
-    if not cfg.diloco.overlap:
+    if not overlap_of(cfg):
         return [None]
-    return [None, *sorted({same_program(cfg, i) for i in range(cfg.diloco.fragments)})]
+    return [None, *sorted({same_program(cfg, i) for i in range(present(cfg.diloco).fragments)})]
 
 
 def same_program(cfg: Config, fragment: int) -> int:
     """Return the first fragment that has the same arrays."""
-    return fragment if fragment in (0, cfg.diloco.fragments - 1) else 1
+    return fragment if fragment in (0, present(cfg.diloco).fragments - 1) else 1
 
 
 # ------------------------------------------------- inside the shard_map, on local shards
@@ -109,7 +109,7 @@ def exchange(cfg: Config, fragment: int, diloco: Any) -> Any:
     """
     outgoing, arrived = flat(diloco[OUTGOING]), flat(diloco[ARRIVED])
     for name in Fragment(cfg, fragment).names:
-        arrived[name] = mean_of_replicas(outgoing[name][0], cfg.diloco.outer_dtype)
+        arrived[name] = mean_of_replicas(outgoing[name][0], present(cfg.diloco).outer_dtype)
     return diloco | {ARRIVED: tree(arrived)}
 
 
@@ -151,10 +151,11 @@ def _with_parts(
 
     The last parts overlap if the elements do not divide: the same means are written again.
     """
-    sizes = {name: -(-x.size // cfg.diloco.overlap) for name, x in own.items()}
+    d = present(cfg.diloco)
+    sizes = {name: -(-x.size // d.overlap) for name, x in own.items()}
     starts = {name: jnp.minimum(number * n, own[name].size - n) for name, n in sizes.items()}
     parts = [lax.dynamic_slice(x.ravel(), (starts[k],), (sizes[k],)) for k, x in own.items()]
-    means = mean_of_replicas(jnp.concatenate(parts), cfg.diloco.outer_dtype)
+    means = mean_of_replicas(jnp.concatenate(parts), d.outer_dtype)
     ends = list(itertools.accumulate(sizes.values()))
     of = dict(zip(own, jnp.split(means, ends[:-1]), strict=True))
     put = lambda x, mean, start: lax.dynamic_update_slice(x.ravel(), mean, (start,))  # noqa: E731
@@ -168,7 +169,7 @@ def apply(cfg: Config, fragment: int, params: Any, diloco: Any) -> tuple[Any, An
     Each replica has trained on since the exchange began: its weights become a mix of its own and
     the outer ones.
     """
-    here, keep, outer = Fragment(cfg, fragment), cfg.diloco.mixing, flat(params)
+    here, keep, outer = Fragment(cfg, fragment), present(cfg.diloco).mixing, flat(params)
     momentum, own, arrived = (flat(diloco[key]) for key in (MOMENTUM, WEIGHTS, ARRIVED))
     for name in here.names:
         before = here.part(name, outer[name]), here.part(name, momentum[name])

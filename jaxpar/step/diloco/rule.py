@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.config import Config
+from jaxpar.config import Config, present
 from jaxpar.parallel.collectives import all_gather_invariant, all_to_all, psum
 from jaxpar.sharding.axes import REPLICA
 
@@ -16,7 +16,7 @@ def nesterov(
     cfg: Config, outer: jax.Array, momentum: jax.Array, gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the new outer weights and momentum."""
-    d = cfg.diloco
+    d = present(cfg.diloco)
     momentum = d.outer_momentum * momentum + gradient
     return outer - d.outer_learning_rate * (gradient + d.outer_momentum * momentum), momentum
 

@@ -7,7 +7,7 @@ applied after the last of them.
 Source:   Douillard et al. 2025 (2501.18512), section 2: algorithm 2.
 """
 
-from jaxpar.config import Config
+from jaxpar.config import Config, present
 
 
 def due(done: int, cfg: Config) -> list[int]:
@@ -16,7 +16,7 @@ def due(done: int, cfg: Config) -> list[int]:
     After the last step of the run, all of them do: no inner step is lost.
     """
     d = cfg.diloco
-    if not d.every:
+    if d is None:
         return []
     if done == cfg.train.num_steps:
         return list(range(d.fragments))
@@ -30,7 +30,7 @@ def begun(done: int, cfg: Config) -> int | None:
     outer step.
     """
     d = cfg.diloco
-    if not d.overlap or done + d.overlap >= cfg.train.num_steps:
+    if d is None or not d.overlap or done + d.overlap >= cfg.train.num_steps:
         return None
     turn, since = divmod(done, spacing(cfg))
     return turn % d.fragments if turn > 0 and not since else None
@@ -38,17 +38,23 @@ def begun(done: int, cfg: Config) -> int | None:
 
 def under_way(done: int, cfg: Config) -> int | None:
     """Return the fragment whose outer gradient the step after `done` steps exchanges a part of."""
-    if not cfg.diloco.overlap:
-        return None
-    since = done % spacing(cfg)
-    return begun(done - since, cfg) if since < cfg.diloco.overlap else None
+    steps = overlap_of(cfg)
+    since = done % spacing(cfg) if steps else 0
+    return begun(done - since, cfg) if since < steps else None
 
 
 def applied(done: int, cfg: Config) -> int | None:
     """Return the fragment whose exchanged gradient is applied after `done` steps; None if none."""
-    return begun(done - cfg.diloco.overlap, cfg) if cfg.diloco.overlap else None
+    steps = overlap_of(cfg)
+    return begun(done - steps, cfg) if steps else None
+
+
+def overlap_of(cfg: Config) -> int:
+    """Return the inner steps during which a gradient is exchanged; 0 without an overlap."""
+    return cfg.diloco.overlap if cfg.diloco else 0
 
 
 def spacing(cfg: Config) -> int:
     """Return the inner steps between the outer steps of two fragments."""
-    return cfg.diloco.every // cfg.diloco.fragments
+    d = present(cfg.diloco)
+    return d.every // d.fragments

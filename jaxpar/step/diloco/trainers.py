@@ -24,7 +24,7 @@ WEIGHTS, MOMENTUM = "weights", "momentum"
 
 def num_trainers(cfg: Config) -> int:
     """Return the number of replicas that train on their own; 0 without DiLoCo."""
-    return cfg.parallel.replica if cfg.diloco.every else 0
+    return cfg.parallel.replica if cfg.diloco else 0
 
 
 def trainer_axes(cfg: Config, axes: tuple[str, ...]) -> tuple[str, ...]:
