@@ -147,7 +147,7 @@ class Trainer:
         self._fits.check_batch(batch)
         if not self._steps.has(batch):
             self._steps.prepare(state, batch)
-        return self._steps(state, batch, int(state.step) if self.cfg.diloco.every else 0)
+        return self._steps(state, batch, int(state.step) if self.cfg.diloco else 0)
 
     def evaluate(self, state: TrainState) -> float:
         """Return the loss on held-out text, in nats per token.
@@ -224,7 +224,7 @@ class Trainer:
             fix = "save(), and use python -m jaxpar.sample"
             raise ConfigError("processes", peers.world_size(), rule, fix)
         cfg, params = self.cfg, state.params
-        if cfg.lora.rank:  # merging donates its arguments
+        if cfg.lora:  # merging donates its arguments
             params = adapters.merge(jax.tree.map(jnp.copy, params), cfg, self.mesh)
         whole = adapters.base_config(cfg)
         params = to_logical(TrainState((), params, ()), whole).params

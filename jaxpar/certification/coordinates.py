@@ -24,7 +24,9 @@ from jaxpar.config import (
     ParallelConfig,
     TrainConfig,
     replace,
+    value_of,
 )
+from jaxpar.config.fields import switch_of, turning_off
 from jaxpar.config.layers import with_value
 from jaxpar.config.model_source import ModelReader
 from jaxpar.config.validate import resolve
@@ -49,22 +51,19 @@ def prepared(cfg: Config, sequences: int, length: int) -> Config:
 
     Raises:   ConfigError for a model that cannot be widened, or a run that trains other weights.
     """
-    for path, is_set in (
-        ("lora.rank", cfg.lora.rank > 0),
-        ("dpo.beta", cfg.dpo.beta > 0),
-        ("distill.teacher", bool(cfg.distill.teacher)),
-        ("model.layers", cfg.model.recurrent),
-    ):
-        if is_set:
-            rule = "is not part of the check, which trains all weights of layers with attention"
-            raise ConfigError(path, "set", rule, "use a config without it")
+    rule = "is not part of the check, which trains all weights of layers with attention"
+    for path in map(switch_of, ("lora", "dpo", "distill")):
+        if (value := value_of(cfg, path)) is not None:
+            raise ConfigError(path, value, rule, f"use {turning_off(path)[0]}")
+    if cfg.model.recurrent:
+        raise ConfigError("model.layers", "recurrent", rule, "use a config without it")
     rate = {"schedule": "constant", "warmup_steps": 0, "warmup_fraction": 0.0}
     rate |= {"decay_steps": 0, "schedule_by": "steps", "offload": False}
     rate |= {"schedule_as_input": False}
     made = Config(
         model=cfg.model,
         compute=cfg.compute,
-        optimizer=dataclasses.replace(cfg.optimizer.averaging(False), **rate),  # type: ignore[arg-type]
+        optimizer=dataclasses.replace(cfg.optimizer, ema=None, **rate),  # type: ignore[arg-type]
         train=TrainConfig(global_batch_size=sequences, seed=cfg.train.seed),
         data=DataConfig(seq_len=length, document_mask=cfg.data.document_mask),
         parallel=ParallelConfig(data=1, layer_loop=cfg.parallel.layer_loop),

@@ -123,7 +123,7 @@ class Replay:
 
     def _before(self, told: Stage) -> TrainState:
         run = self.run
-        if self.cfg.dpo.beta:
+        if self.cfg.dpo:
             run.prepare_reference(None)
         if run.teacher is not None:
             run.teacher.load()

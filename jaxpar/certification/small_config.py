@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxpar.components.dims import SmallSizes
 from jaxpar.components.sizes import d_ff, head_dim
-from jaxpar.config import Config, DilocoConfig, Model, ParallelConfig, replace
+from jaxpar.config import Config, Model, ParallelConfig, replace
 from jaxpar.config.layout.layer_split import layers_per_chunk
 from jaxpar.config.lists.lora_targets import least_side
 from jaxpar.config.lists.step_sizes import without_schedules
@@ -23,7 +23,7 @@ def float32(cfg: Config) -> Config:
     """
     return replace(
         cfg,
-        diloco=DilocoConfig(),
+        diloco=None,
         **{
             "compute.dtype": "float32",
             "compute.matmul_dtype": "compute",
@@ -140,7 +140,7 @@ def _base_model(m: Model, small: Model) -> dict[str, Any]:
 def _adapted(cfg: Config) -> Config:
     """Return the config with adapters that fit their matrices, and the factor of the config."""
     lora = cfg.lora
-    if not lora.rank:
+    if lora is None:
         return cfg
     sides = (least_side(cfg.model, target) for target in lora.targets.split(","))
     rank = min(lora.rank, *sides)

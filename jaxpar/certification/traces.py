@@ -44,7 +44,7 @@ PAIRS, PROMPTS = 2, 0.3
 
 def max_segments(cfg: Config) -> int | None:
     """Return the bound on documents in a row that the steps of random batches need."""
-    return 2 * PAIRS if cfg.dpo.beta else None
+    return 2 * PAIRS if cfg.dpo else None
 
 
 def random_pairs(cfg: Config, index: int = 0) -> Batch:
@@ -85,7 +85,7 @@ def random_batch(cfg: Config, index: int = 0) -> Batch:
     are IGNORED. Without `data.document_mask`, a sequence is one document. With `dpo.beta`, they are
     pairs of responses.
     """
-    if cfg.dpo.beta:
+    if cfg.dpo:
         return random_pairs(cfg, index)
     rng = np.random.default_rng((cfg.train.seed, index))
     B, T = cfg.train.global_batch_size, cfg.data.seq_len
@@ -97,7 +97,7 @@ def random_batch(cfg: Config, index: int = 0) -> Batch:
     place = np.arange(T, dtype=np.int32)
     first = np.maximum.accumulate(np.where(starts[:, :T], place, 0), axis=1)
     dropped = starts[:, 1:] | (rng.random((B, T)) < DROPPED)
-    taught = random_teacher(cfg, rng) if cfg.distill.teacher else {}
+    taught = random_teacher(cfg, rng, cfg.distill.top_k) if cfg.distill else {}
     reads = cfg.train.loss.reads if cfg.train.loss else ()
     sources = rng.integers(0, 2, (B, 1), dtype=np.int32) if reads else None
     return Batch(
@@ -110,10 +110,10 @@ def random_batch(cfg: Config, index: int = 0) -> Batch:
     )
 
 
-def random_teacher(cfg: Config, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Make the likeliest tokens of a random teacher, as fields of a batch."""
+def random_teacher(cfg: Config, rng: np.random.Generator, k: int) -> dict[str, np.ndarray]:
+    """Make the k likeliest tokens of a random teacher, as fields of a batch."""
     shape = (cfg.train.global_batch_size, cfg.data.seq_len, cfg.model.vocab_size)
-    logits, k = 2 * rng.standard_normal(shape), cfg.distill.top_k
+    logits = 2 * rng.standard_normal(shape)
     scores = logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
     ids = np.argsort(-scores, axis=-1)[..., :k].astype(np.int32)
     likeliest = np.take_along_axis(scores, ids, axis=-1).astype(np.float32)
@@ -192,14 +192,14 @@ def reference_gradients(params: Any, batch: Batch, cfg: Config) -> tuple[jax.Arr
     plain = replace(cfg, **no_more)
     trainable, frozen = split(params, specs_of(cfg))
 
-    loss = preference_loss if cfg.dpo.beta else token_loss
+    loss = preference_loss if cfg.dpo else token_loss
     t, m = cfg.train, cfg.model
     of_routers = experts_in(m) and (t.balance_loss or t.router_z_loss)
     has_more = t.z_loss or of_routers or (m.mtp_depth and t.mtp_loss)
 
     def both(trainable):
         params = join(trainable, frozen)
-        if cfg.distill.teacher:
+        if cfg.distill:
             return distillation_losses(params, batch, cfg)
         total = loss(params, batch, cfg)
         return total, loss(params, batch, plain) if has_more else total

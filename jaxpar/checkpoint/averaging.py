@@ -119,7 +119,7 @@ def _check(run: str, parts: Sequence[Saved], weights: Weights) -> None:
     if len(parts) == 1 and not averages:
         fix = f"use --last 2, or --weights {AVERAGED} for the moving average of one"
         raise ConfigError("RUN", run, "is averaged over a single checkpoint", fix)
-    if from_values(parts[0].config).lora.rank:
+    if parts[0].config.get("lora"):
         rule = "has adapters, whose average is not that of the weights with them"
         fix = "merge them into the weights first: python -m jaxpar.convert to-hf, then from-hf"
         raise ConfigError("RUN", run, rule, fix)

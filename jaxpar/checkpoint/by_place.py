@@ -278,8 +278,8 @@ class _Reader:
         leading = (cfg.model, from_values(dict(config)).model)
         self._leading = {name for model in leading for name in model.leading_stacks}
         self._sizes = collections.Counter(places.names[0])
-        diloco = config.get("diloco", {}).get("every", 0)
-        self._replicas = int(config["parallel"].get("replica", 1)) if diloco else 0
+        has_trainers = config.get("diloco") is not None
+        self._replicas = int(config["parallel"].get("replica", 1)) if has_trainers else 0
         self._pieces: dict[str, _Piece] = {}
         for line in in_words(cfg, places, names):
             log(f"places     {line}")

@@ -29,7 +29,7 @@ from jaxpar.config import Config, ConfigError, default_of, flag, replace, value_
 from jaxpar.config.listed import written
 from jaxpar.config.lists.init_changes import may_change
 from jaxpar.config.lists.step_sizes import BATCHES, LENGTHS, step_sizes
-from jaxpar.config.schema.optimizer import AVERAGED, TRAINED, Weights
+from jaxpar.config.schema.optimizer import AVERAGED, TRAINED, EmaConfig, Weights
 from jaxpar.config.serialize import field_from_values
 from jaxpar.config.values import OF_STEPS, require_code, to_values
 from jaxpar.data.sources import fingerprint
@@ -305,8 +305,8 @@ def restore_params(
     check_model(cfg, saved, run_dir, "set it back")
     check_fields(cfg, saved, LORA_FIELDS, "set it back")
     require_weights(run_dir, saved, weights)
-    with_average = replace(cfg, optimizer=cfg.optimizer.averaging(weights == AVERAGED))
-    with_average = replace(with_average, **{"optimizer.offload_masters": False})
+    average = EmaConfig() if weights == AVERAGED else None
+    with_average = replace(cfg, **{"optimizer.ema": average, "optimizer.offload_masters": False})
     stored = _with_saved_dtypes(with_average, saved)
     load = lambda target, partial: _load_whole(run_dir, saved, target, partial)  # noqa: E731
     _, load_by_place = by_place.by_place(stored, saved, load)
@@ -364,7 +364,8 @@ def agree(where: str, damage: list[str]) -> None:
 def _with_saved_dtypes(cfg: Config, saved: Saved) -> Config:
     """Return the config with the saved dtypes of the state. (Orbax would convert silently.)"""
     then = by_path(to_values(Config())) | by_path(saved.config)
-    return replace(cfg, **{path: then[path] for path in STORAGE_FIELDS})
+    both = [p for p in STORAGE_FIELDS if then[p] is not None and value_of(cfg, p) is not None]
+    return replace(cfg, **{path: then[path] for path in both})
 
 
 def _load(step_folder: Path, target: Any, partial: bool) -> Any:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxpar.checkpoint.saved import Saved, by_path
-from jaxpar.config import Config, DilocoConfig, replace, value_of
+from jaxpar.config import Config, replace, value_of
 from jaxpar.optimizer import loss_scale
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.processes.peers import log
@@ -45,7 +45,7 @@ from jaxpar.step.state import (
 def saved_trainers(saved: Saved) -> int:
     """Return the number of replicas that a checkpoint has weights of; 0 without DiLoCo."""
     then = by_path(saved.config)
-    return int(then["parallel.replica"]) if then.get("diloco.every", 0) else 0
+    return int(then["parallel.replica"]) if then["diloco.every"] else 0
 
 
 def abstract_saved(cfg: Config, mesh: Mesh, saved: Saved) -> TrainState:
@@ -89,7 +89,7 @@ def _converted_replicas(state: Any, then: int, now: int, cfg: Config, mesh: Mesh
 
 
 def _plain(cfg: Config) -> Config:
-    return replace(cfg, diloco=DilocoConfig())
+    return replace(cfg, diloco=None)
 
 
 PREFIX = "feedback/"
@@ -202,7 +202,7 @@ def with_exchange(state: TrainState, saved: Saved, cfg: Config, mesh: Mesh) -> T
 
     Communication: if parts have other elements, the mean of a fragment's outer gradient.
     """
-    if not cfg.diloco.overlap:
+    if not trainers.overlap_of(cfg):
         return state
     loaded = trainers.OUTGOING in state.extra["diloco"]
     if not loaded:
@@ -226,7 +226,7 @@ def with_exchange(state: TrainState, saved: Saved, cfg: Config, mesh: Mesh) -> T
 def _is_wanted(saved: Saved, cfg: Config) -> bool:
     """Whether a checkpoint has the gradient that the run has under way, or the run has none."""
     then = by_path(saved.config)
-    if then.get("diloco.fragments") != cfg.diloco.fragments:
+    if then["diloco.fragments"] != value_of(cfg, "diloco.fragments"):
         return False  # of other shapes
     before = replace(cfg, **{path: then[path] for path in SCHEDULE})
     found = overlap.under_way(saved.step, before)

@@ -5,7 +5,7 @@ Reads only names and small files, so that a program can decide before it writes 
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Required, TypedDict
@@ -16,11 +16,12 @@ from jaxpar.config import (
     ConfigError,
     LoraConfig,
     declared,
+    flag,
     layers,
 )
 from jaxpar.config.declared import Count
 from jaxpar.config.features import declarations
-from jaxpar.config.fields import field_types, section_of
+from jaxpar.config.fields import field_types, optional_sections, section_of
 from jaxpar.config.json_reader import UnreadableJson, read_json_object
 from jaxpar.config.rules.paths import absolute
 from jaxpar.config.schema.optimizer import AVERAGED, Weights
@@ -77,8 +78,8 @@ class Saved:
     """Optimizer steps taken."""
     tokens_seen: Count
     """Tokens trained on so far."""
-    config: dict[str, dict[str, Any]]
-    """The resolved config, by section and field."""
+    config: dict[str, Any]
+    """The resolved config, by section and field; an optional section may be None."""
     dataset: str
     """Fingerprint of the dataset; NO_DATASET for imported weights, which have no moments."""
     versions: dict[str, str]
@@ -270,7 +271,9 @@ def saved_of(about: Mapping[str, Any], what: str) -> Saved:
     """
     found = declared.convert(Saved, about, what)
     is_best = not found.best or found.best.keys() >= BestEntry.__annotations__.keys()
-    if not found.config.keys() >= _SECTIONS or not is_best:
+    sections = {name: section for name, section in found.config.items() if section is not None}
+    are_fields = all(isinstance(section, dict) for section in sections.values())
+    if not sections.keys() >= _SECTIONS or not are_fields or not is_best:
         raise declared.Misshapen(f"{what} has a config or a best evaluation without its fields")
     return found
 
@@ -320,22 +323,29 @@ def check_fields(cfg: Config, saved: Saved, paths: Iterable[str], fix: str) -> N
     for path in paths:
         if path in changed:
             then, now = changed[path]
-            raise ConfigError(path, now, f"{saved} has {then!r}", f"{fix} to {then!r}")
+            to = f"to {then!r}"
+            if (section := path.rpartition(".")[0]) in optional_sections() and then is None:
+                to = f"with {flag(section, None)}"
+            raise ConfigError(path, now, f"{saved} has {then!r}", f"{fix} {to}")
 
 
 def by_path(config: dict[str, Any]) -> dict[str, Any]:
-    """Flatten a config in JSON form to {"section.field": value}."""
-    found: dict[str, Any] = {}
-    for name, section in config.items():
-        for key, value in section.items():
-            path = f"{name}.{key}"
-            inner = value if path in _WITHIN and isinstance(value, dict) else {"": value}
-            found |= {f"{path}.{k}" if k else path: v for k, v in inner.items()}
-    return found
+    """Flatten a config in JSON form to {"section.field": value}.
+
+    Fields of an optional section that is None, or that the writing version did not have, are None.
+    """
+    off = {path: None for path in field_types() if path.rpartition(".")[0] in optional_sections()}
+    return off | dict(_leaves(config, ""))
 
 
-#: Sections within a section, which are never None.
-_WITHIN = [p for p, hint in field_types().items() if "." in p and section_of(hint) is hint]
+def _leaves(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        path = prefix + name
+        if section_of(field_types().get(path)) is None:
+            yield path, value
+        elif isinstance(value, dict):
+            yield from _leaves(value, f"{path}.")
+
 
 #: Fields of the model that may change when a run resumes.
 FREE_MODEL_FIELDS = {"init_std"}

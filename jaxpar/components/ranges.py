@@ -18,7 +18,7 @@ class Range:
     least: int
     most: int = MAX_INT
     good: int | None = None
-    """For the fix of an error."""
+    """A value that works, for the fix of an error."""
 
     def __contains__(self, value: Any) -> bool:
         return self.least <= value <= self.most
@@ -55,6 +55,13 @@ class Reals:
             return f"must be from {self.least:g} to {self.most:g}"
         low = f"must be {'above' if self.above else 'at least'} {self.least:g}"
         return f"{low} and {'below' if self.below else 'at most'} {self.most:g}"
+
+
+@dataclass(frozen=True)
+class Example:
+    """A value that works, of a field without a default; a `Range` has its own."""
+
+    good: Any
 
 
 # Types of fields.

@@ -59,7 +59,7 @@ class RopeScaling:
         # Equal in Llama 4, and in Kimi K2.
         for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
             most = getattr(self, high)
-            ok = getattr(self, low) <= most
+            ok = getattr(self, low) <= most or self.kind not in _READ_BY[low]
             yield DimRule(low, ok, f"must be at most {high} = {most}", ((low, most),))
         if self.kind != "longrope":
             return

@@ -7,7 +7,7 @@
 from jaxpar import components
 from jaxpar.components import *  # noqa: F403
 from jaxpar.config.errors import ConfigError
-from jaxpar.config.fields import default_of, flag, replace, require, value_of
+from jaxpar.config.fields import default_of, flag, present, replace, require, value_of
 from jaxpar.config.schema import (
     CheckpointConfig,
     ClusterConfig,
@@ -15,9 +15,11 @@ from jaxpar.config.schema import (
     Config,
     DataConfig,
     DilocoConfig,
+    EmaConfig,
     EvaluationConfig,
     GuardConfig,
     LoraConfig,
+    MemoryConfig,
     OptimizerConfig,
     ParallelConfig,
     RunConfig,
@@ -48,11 +50,13 @@ __all__ = [
     "DilocoConfig",
     "DistillConfig",
     "DpoConfig",
+    "EmaConfig",
     "EvaluationConfig",
     "EvaluationSet",
     "GuardConfig",
     "LoraConfig",
     "LossWeight",
+    "MemoryConfig",
     "MetricsConfig",
     "MixtureWeights",
     "OptimizerConfig",
@@ -67,6 +71,7 @@ __all__ = [
     "TrainConfig",
     "default_of",
     "flag",
+    "present",
     "replace",
     "require",
     "value_of",

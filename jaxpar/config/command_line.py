@@ -12,11 +12,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jaxpar.config import Config, ConfigError, default_of, flag, replace, value_of
 from jaxpar.config.addresses import addresses_layers, with_addressed
 from jaxpar.config.code import take_code, with_code
 from jaxpar.config.config_file import known_configs, load_config
+from jaxpar.config.errors import joined
 from jaxpar.config.explain import collected
 from jaxpar.config.fields import field_types, leaf_paths, unknown_field
 from jaxpar.config.listed import read_value
@@ -24,7 +26,7 @@ from jaxpar.config.model_source import ModelReader, apply_source, take_source
 from jaxpar.config.resolve import fill_batch, fill_steps
 from jaxpar.config.rules.numbers import numbers
 from jaxpar.config.rules.paths import is_address, with_paths, with_store
-from jaxpar.config.rules.type_check import check_types
+from jaxpar.config.rules.type_check import check_type, wrong_sections, wrong_types
 from jaxpar.config.serialize import to_json
 from jaxpar.config.validate import check
 
@@ -93,7 +95,7 @@ class ConfigArguments:
         Raises:   ConfigError as `validate.check`.
         """
         cfg = with_store(with_paths(self.asked(model_from)))
-        cfg = fill(cfg) if fill else cfg
+        cfg = fill(cfg) if fill and not wrong_types(cfg) else cfg
         check(cfg)
         self.show(cfg, explain)
         return cfg
@@ -141,20 +143,30 @@ def parse_overrides(
 ) -> Config:
     """Return the config with `--section.field value` applied.
 
-    `--code` and `--model.from` come first, wherever they stand.
+    `--code` and `--model.from` come first, wherever they stand; then addresses of layers.
 
     Raises:   ConfigError for an unknown field, or a value that is missing or of the wrong type.
     """
+    collected((wrong_sections,), cfg)
     args, files = take_code(list(expand_set_options(args)))
     args, source = take_source(args)
     cfg = apply_source(with_code(cfg, files), source, model_from)
-    given = list(_pairs(args, cfg))
+    given, flags, wrong = list(_pairs(args, cfg)), dict[str, Any](), list[ConfigError]()
     for path, text in given:
         if addresses_layers(cfg, path):
             cfg = with_addressed(cfg, path, functools.partial(read_value, text))
-        else:
-            cfg = replace(cfg, **{path: read_value(text, field_types()[path])})
-        check_types(cfg)
+            continue
+        flags.pop(path, None)  # the last value counts, at its place
+        flags[path] = read_value(text, field_types()[path])
+        try:
+            check_type(path, flags[path])
+        except ConfigError as error:
+            wrong.append(error)
+    if wrong:
+        raise joined(wrong)
+    cfg = replace(cfg, **flags)
+    if wrong_types(cfg):  # of a config file, which `check` reports
+        return cfg
     paths = {path for path, _ in given}
     return fill_steps(fill_batch(_with_length(_with_batch(cfg, paths), paths)))
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxpar.components.model import Layer
-from jaxpar.config import Config, default_of, flag
+from jaxpar.config import Config, default_of, flag, value_of
+from jaxpar.config.fields import switch_of
 from jaxpar.config.listed import is_list, written
 from jaxpar.config.values import FIELDS, OR_NAMES
 
@@ -33,14 +34,18 @@ class Condition:
 
 
 def where(label: str, path: str, holds: Callable[[Any], Any], better: Any = _DEFAULT) -> Condition:
-    """A field has a value of some kind. Args:     better: of the fix, in place of the default."""
+    """A field has a value of some kind, in a section that is set.
+
+    Args:     better: of the fix, in place of the default.
+    """
     default = default_of(path) if better is _DEFAULT else better
+    section = path.rpartition(".")[0]
     in_python = path in FIELDS and path not in OR_NAMES  # values are set in Python alone
     fixes = () if in_python else (flag(path, default),)
     return Condition(
         label,
-        lambda cfg: bool(holds(_held(cfg, path))),
-        lambda cfg: (path, _shown(_held(cfg, path))),
+        lambda cfg: value_of(cfg, section) is not None and bool(holds(value_of(cfg, path))),
+        lambda cfg: (path, _shown(value_of(cfg, path))),
         lambda cfg: fixes,
     )
 
@@ -49,6 +54,17 @@ def changed(path: str, plain: Any = _DEFAULT) -> Condition:
     """A field differs from its default, or from `plain`."""
     none = default_of(path) if plain is _DEFAULT else plain
     return where(f"`{path}`", path, lambda value: value != none, none)
+
+
+def enabled(section: str) -> Condition:
+    """An optional section is set. Errors name its first field."""
+    path = switch_of(section)
+    return Condition(
+        f"`{section}`",
+        lambda cfg: value_of(cfg, section) is not None,
+        lambda cfg: (path, value_of(cfg, path)),
+        lambda cfg: (flag(section, None),),
+    )
 
 
 def equal(path: str, *values: Any, better: Any = _DEFAULT) -> Condition:
@@ -100,14 +116,6 @@ def of_model(label: str, holds: Callable[[Config], bool]) -> Condition:
     """A condition on all layers of the model."""
     named = lambda cfg: ("model.layers", ", ".join(cfg.model.stacks))  # noqa: E731
     return Condition(label, holds, named, lambda cfg: ())
-
-
-def _held(cfg: Config, path: str) -> Any:
-    """Return a field's value; None in a section that is not set."""
-    node: Any = cfg
-    for key in path.split("."):
-        node = None if node is None else getattr(node, key)
-    return node
 
 
 def _shown(value: Any) -> Any:

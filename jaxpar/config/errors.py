@@ -29,6 +29,11 @@ class ConfigErrors(ConfigError):
         self.args = (f"{len(errors)} rules are broken." + "".join(lines),)
 
 
+def joined(errors: Sequence[ConfigError]) -> ConfigError:
+    """Return errors as one."""
+    return errors[0] if len(errors) == 1 else ConfigErrors(errors)
+
+
 def shown(value: Any) -> str:
     """Return a value for a message: a list as on a command line."""
     return repr(written(value) if is_list(value) else value)

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jaxpar.config import Config, ConfigError
-from jaxpar.config.errors import ConfigErrors
+from jaxpar.config.errors import ConfigErrors, joined
 
 #: Returns errors, or raises the first.
 type Rule = Callable[[Config], Iterable[ConfigError] | None]
@@ -37,7 +37,7 @@ def collected(rules: Iterable[Rule], cfg: Config) -> None:
             if not found:  # a rule may rely on those before it
                 raise
     if found:
-        raise found[0] if len(found) == 1 else ConfigErrors(found)
+        raise joined(found)
 
 
 def errors_of(error: ConfigError) -> tuple[ConfigError, ...]:
@@ -57,7 +57,7 @@ def explained(resolve: Resolve, cfg: Config, devices: int) -> Config:
     tried = _Tried(resolve, devices)
     reports = list(_followed(tried, cfg, errors_of(first)))
     shown = [_with_fixes(tried, report, reports) for report in reports]
-    raise shown[0] if len(shown) == 1 else ConfigErrors(shown)
+    raise joined(shown)
 
 
 class _Report:

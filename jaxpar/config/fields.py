@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import itertools
+import re
 import shlex
 import types
 import typing
@@ -14,7 +15,7 @@ from typing import Any
 
 from jaxpar.components.ranges import Range, Reals, declared_range
 from jaxpar.config.errors import ConfigError
-from jaxpar.config.layers import FIELD, all_paths
+from jaxpar.config.layers import FIELD, all_paths, required_fields
 from jaxpar.config.listed import written
 from jaxpar.config.schema import Config
 
@@ -58,18 +59,63 @@ def range_of(path: str) -> Range | Reals | None:
 
 @functools.cache
 def default_of(path: str) -> Any:
-    """Return a field's default. In an optional section, it applies once the section is set."""
+    """Return a field's default, or a value that works if it has none (`required_fields`).
+
+    In an optional section, it applies once the section is set.
+    """
     node: Any = Config()
     for key in path.split("."):
-        node = _child(node, key)
+        section, node = section_of(typing.get_type_hints(type(node))[key]), getattr(node, key)
+        if node is None and section is not None:
+            hints = typing.get_type_hints(section, include_extras=True)
+            needed = {name: hints[name].__metadata__ for name in required_fields(section)}
+            node = section(**{name: marks[0].good for name, marks in needed.items()})
     return node
 
 
-def _child(node: Any, key: str) -> Any:
-    """Return a field's value, or the defaults of an optional section that is None."""
-    section = section_of(typing.get_type_hints(type(node))[key])
-    value = getattr(node, key)
-    return section() if value is None and section is not None else value
+@functools.cache
+def optional_sections() -> dict[str, Any]:
+    """Return the sections that may be None: the path and the class of each."""
+    found = {path: section_of(hint) for path, hint in field_types().items()}
+    return {path: cls for path, cls in found.items() if cls not in (None, field_types()[path])}
+
+
+def is_required(path: str) -> bool:
+    """Return whether a field of an optional section has no default."""
+    section, _, name = path.rpartition(".")
+    return section in optional_sections() and name in required_fields(optional_sections()[section])
+
+
+def switch_of(path: str) -> str:
+    """Return the field that stands for an optional section: its first, such as "lora.rank"."""
+    return f"{path}.{dataclasses.fields(optional_sections()[path])[0].name}"
+
+
+def present[Section](section: Section | None) -> Section:
+    """Return an optional section, in code that only runs where a config has it."""
+    assert section is not None
+    return section
+
+
+def turning_off(path: str) -> tuple[str, ...]:
+    """Return the option that ends the optional section that a field stands for, if it does."""
+    section = path.rpartition(".")[0]
+    stands = section in optional_sections() and switch_of(section) == path
+    return (flag(section, None),) if stands else ()
+
+
+def make_section(section: Any, path: str, values: dict[str, Any]) -> Any:
+    """Return a section of these fields.
+
+    Raises:   ConfigError for one that is missing and has no default.
+    """
+    for name in required_fields(section):
+        if name not in values:
+            at, given = f"{path}.{name}", next(iter(values), "")
+            rule = "is missing: it has no default, and "
+            rule += f"{path}.{given} sets the section" if given else "the section is set"
+            raise ConfigError(at, "", rule, f"use {flag(at, default_of(at))}")
+    return section(**values)
 
 
 @functools.cache
@@ -98,8 +144,11 @@ def meanings_of(cls: Any) -> dict[str, str]:
 
 
 def value_of(cfg: "Config", path: str) -> Any:
-    """Return a field's value: `value_of(cfg, "model.num_layers")`."""
-    return functools.reduce(getattr, path.split("."), cfg)
+    """Return a field's value, `value_of(cfg, "model.vocab_size")`; None in a section that is."""
+    node: Any = cfg
+    for key in path.split("."):
+        node = None if node is None else getattr(node, key)
+    return node
 
 
 def require(ok: bool, cfg: "Config", path: str, rule: str, *ways: str) -> None:
@@ -187,7 +236,10 @@ def unknown_field(
     beside = [one for one in names if one.startswith(section + ".")]
     alias = ALIASES.get(name, "")
     name = alias.rpartition(".")[2] or name
-    meant = [alias] if alias in names else [one for one in names if names[one] == name]
+    words = re.sub("[._-]", "", path)
+    meant = [one for one in names if re.sub("[._-]", "", one) == words]  # lora_rank is lora.rank
+    named = sorted((one for one in names if names[one] == name), key=lambda one: one.count("."))
+    meant = meant or ([alias] if alias in names else named)
     meant = meant or [alias] * bool(alias)
     if not meant and beside:
         near = difflib.get_close_matches(name, [names[one] for one in beside], n=1)
@@ -218,12 +270,12 @@ def flag(path: str, value: Any = ...) -> str:
 def replace(cfg: Config, **values: Any) -> Config:
     """Return a copy with some fields changed: `replace(cfg, **{"model.num_layers": 2})`.
 
-    Setting a field of an optional section that is None starts from that section's defaults. Fields
-    of layers have addresses: `replace(cfg, **{"model.block.mixer.num_heads": 8})`. A component may
-    be given whole, and so may `model.layers`:
-    `replace(cfg, **{"model.block.feed_forward": Mlp(512)})`.
+    Setting a field of an optional section that is None makes the section, of `values` and its
+    defaults. Fields of layers have addresses:
+    `replace(cfg, **{"model.block.mixer.num_heads": 8})`. A component may be given whole, and so may
+    `model.layers`: `replace(cfg, **{"model.block.feed_forward": Mlp(512)})`.
 
-    Raises:   ConfigError for a path that is not a field.
+    Raises:   ConfigError for a path that is not a field, and for a required one that is missing.
     """
     from jaxpar.config.addresses import (  # which imports this
         addresses_layers,
@@ -239,7 +291,7 @@ def replace(cfg: Config, **values: Any) -> Config:
         if path == FIELD:
             cfg = dataclasses.replace(cfg, model=cfg.model.with_layers(value))
             continue
-        cfg = _replaced(cfg, path.split("."), value)
+        cfg = _replaced(cfg, path, value, values)
     return cfg
 
 
@@ -247,7 +299,14 @@ def _as_given(value: Any, _: Any) -> Any:
     return value
 
 
-def _replaced(node: Any, keys: list[str], value: Any) -> Any:
-    if len(keys) > 1:
-        value = _replaced(_child(node, keys[0]), keys[1:], value)
-    return dataclasses.replace(node, **{keys[0]: value})
+def _replaced(node: Any, path: str, value: Any, values: dict[str, Any], at: str = "") -> Any:
+    """Return a section with another value of a field. Args: values: all. at: of the section."""
+    name, _, rest = path.partition(".")
+    if rest:
+        inner, section = getattr(node, name), section_of(typing.get_type_hints(type(node))[name])
+        if not isinstance(inner, section):  # None
+            paths = {key: f"{at}{name}.{key}" for key in typing.get_type_hints(section)}
+            made = {key: values[path] for key, path in paths.items() if path in values}
+            inner = make_section(section, at + name, made)
+        value = _replaced(inner, rest, value, values, f"{at}{name}.")
+    return dataclasses.replace(node, **{name: value})

@@ -14,7 +14,15 @@ from jaxpar.components.model import Layer
 from jaxpar.config import Config, ConfigError, default_of, flag, value_of
 from jaxpar.config.command_line import as_called
 from jaxpar.config.config_file import known_configs, load_config
-from jaxpar.config.fields import LENGTH, field_types, leaf_paths, meanings, meanings_of, section_of
+from jaxpar.config.fields import (
+    LENGTH,
+    field_types,
+    is_required,
+    leaf_paths,
+    meanings,
+    meanings_of,
+    section_of,
+)
 from jaxpar.config.layers import FIELD, all_paths, type_at
 from jaxpar.config.listed import form, has_fields, item_of, members, plain, written
 from jaxpar.config.option_fields import Declared, Forms, config_field, declared, only_fields
@@ -106,7 +114,7 @@ def _parts(
     if topic:
         for section in SECTIONS if topic == ALL else (topic,):
             title = f"{section}: {' '.join(meaning_of_section(section).split())}"
-            of_section = (path for path in field_types() if path.startswith(f"{section}."))
+            of_section = (p for p in field_types() if f"{p}.".startswith(f"{section}."))
             paths = (LENGTH if path == FIELD else path for path in of_section)
             yield _listed(title, _rows(cfg, paths))
             if section == "model":
@@ -175,7 +183,7 @@ def _meaning(one: Declared) -> str:
 
 def meaning_of_section(name: str) -> str:
     """Return the docstring of a section."""
-    return typing.get_type_hints(Config)[name].__doc__ or ""
+    return section_of(field_types()[name]).__doc__ or ""
 
 
 def _rows(cfg: Config, paths: Iterable[str], *, items: bool = True) -> Iterator[tuple[str, str]]:
@@ -191,11 +199,10 @@ def _rows(cfg: Config, paths: Iterable[str], *, items: bool = True) -> Iterator[
         if section_of(field_types()[path]) is field_types()[path]:  # whose fields follow
             continue
         section, _, name = path.rpartition(".")
-        section_class: Any = type(default_of(section))
+        section_class: Any = type(default_of(section)) if section else Config
         text = meanings(section_class)[name]
         if section_of(field_types()[path]) is None:
-            value = _value(cfg, path)
-            text = f"{text} (default: {'none' if value == () else written(value) or 'empty'})"
+            text = f"{text} ({_value(cfg, path)})"
         yield f"{flag(path)} {_metavar(field_types()[path])}", text
         if (item := item_of(field_types()[path])) is None or not items:
             continue
@@ -224,10 +231,13 @@ def _of_layers(cfg: Config) -> Iterator[str]:
         yield _listed(f"{layer.name}: {number} of {len(layers)} layers", rows)
 
 
-def _value(cfg: Config, path: str) -> Any:
+def _value(cfg: Config, path: str) -> str:
     """Return a field's value, or its default in an optional section that is None."""
-    section = path.rpartition(".")[0]
-    return default_of(path) if value_of(cfg, section) is None else value_of(cfg, path)
+    is_off = value_of(cfg, path.rpartition(".")[0]) is None
+    if is_off and is_required(path):
+        return "required"
+    value = default_of(path) if is_off else value_of(cfg, path)
+    return f"default: {'none' if value == () else written(value) or 'empty'}"
 
 
 def _names(item: Any) -> list[str]:

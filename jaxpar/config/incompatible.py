@@ -19,6 +19,7 @@ from jaxpar.config.condition import (
     Condition,
     both,
     changed,
+    enabled,
     equal,
     of_model,
     some_layer,
@@ -121,8 +122,8 @@ def _needs_matrices(rule: Any) -> bool:
     return rule in ("muon", "adafactor") or getattr(rule, "needs", "") == "matrices"
 
 
-LORA, MTP, MUP = changed("lora.rank"), changed("model.mtp_depth"), changed("model.mup", None)
-DPO, TEACHER = changed("dpo.beta"), changed("distill.teacher")
+LORA, MTP, MUP = enabled("lora"), changed("model.mtp_depth"), enabled("model.mup")
+DPO, TEACHER = enabled("dpo"), enabled("distill")
 LOSS, PROBES = changed("train.loss"), changed("train.probes")
 POST_UPDATES, SOURCE = changed("train.post_updates"), changed("data.source")
 OWN_SCHEDULE = where(
@@ -131,7 +132,8 @@ OWN_SCHEDULE = where(
 Z_LOSS, Z_LOSS_SCHEDULE = changed("train.z_loss"), changed("train.z_loss_schedule")
 BATCHES, LENGTHS = changed("train.batch_schedule"), changed("data.length_schedule")
 EPOCHS, MIXTURE = changed("train.num_epochs"), changed("data.mixture")
-DILOCO, EMA, QK_CLIP = map(changed, ("diloco.every", "optimizer.ema_decay", "optimizer.qk_clip"))
+DILOCO = enabled("diloco")
+EMA, QK_CLIP = enabled("optimizer.ema"), changed("optimizer.qk_clip")
 MOMENTS_ON_HOST = changed("optimizer.offload")
 MASTERS_ON_HOST = changed("optimizer.offload_masters")
 LAYER_METRICS, ROUTING = changed("metrics.layers"), changed("run.record_routing")

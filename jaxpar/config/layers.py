@@ -269,14 +269,14 @@ def _section(node: Any, name: str) -> Any:
     if (value := getattr(node, name)) is not None:
         return value
     options = typing.get_args(typing.get_type_hints(type(node))[name])
-    made = (one for one in options if dataclasses.is_dataclass(one) and not _required(one))
+    made = (one for one in options if dataclasses.is_dataclass(one) and not required_fields(one))
     return next((one() for one in made if isinstance(one, type)), None)
 
 
-def _required(cls: Any) -> list[str]:
-    missing = dataclasses.MISSING
-    fields = dataclasses.fields(cls)
-    return [f.name for f in fields if f.default is missing and f.default_factory is missing]
+def required_fields(section: Any) -> tuple[str, ...]:
+    """Return the names of the fields of a section or a component that have no default."""
+    fields = dataclasses.fields(section)
+    return tuple(f.name for f in fields if f.default is f.default_factory)  # both MISSING
 
 
 def type_at(layers: Sequence[Layer], path: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxpar.components.model import Layer
 from jaxpar.config import Config, ConfigError, layers
-from jaxpar.config.fields import field_types, section_of, unknown_field
+from jaxpar.config.fields import field_types, make_section, section_of, unknown_field
 from jaxpar.config.json_reader import read_json
 from jaxpar.config.listed import has_fields, hints_of, is_list, item_of, written
 from jaxpar.config.values import OR_NAMES, Value, from_saved, to_values
@@ -57,11 +57,19 @@ def _build(cls: Any, values: Any, prefix: str) -> Any:
         if name not in hints:
             error = unknown_field(prefix + name, value)
             raise ConfigError(error.field, value, error.rule, f"remove it, or {error.fix}")
+    built = {name: _built(hints[name], v, prefix + name) for name, v in values.items()}
+    path = prefix.rstrip(".")
+    if path in field_types():
+        try:
+            return make_section(cls, path, built)
+        except ConfigError as error:
+            fix = "add it, or leave out the section"
+            raise ConfigError(error.field, "", error.rule, fix) from None
     for field in dataclasses.fields(cls):
         required = has_fields(cls) and field.default is dataclasses.MISSING
         if required and field.name not in values:
             raise ConfigError(f"{prefix}{field.name}", None, "is missing", "add it")
-    return cls(**{name: _built(hints[name], v, prefix + name) for name, v in values.items()})
+    return cls(**built)
 
 
 def _built(hint: Any, value: Any, path: str) -> Any:

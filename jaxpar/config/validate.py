@@ -8,7 +8,6 @@ combinations are one table, `incompatible.py`, and so is divisibility, `rules/di
 
 from jaxpar.config import Config
 from jaxpar.config.explain import Rule, collected, explained
-from jaxpar.config.features import of_features
 from jaxpar.config.incompatible import combinations
 from jaxpar.config.lists.shares import fill_shares
 from jaxpar.config.resolve import (
@@ -52,7 +51,6 @@ from jaxpar.config.rules.model import (
 from jaxpar.config.rules.mup import mup
 from jaxpar.config.rules.numbers import numbers
 from jaxpar.config.rules.objectives.distillation import distillation
-from jaxpar.config.rules.objectives.dpo import dpo
 from jaxpar.config.rules.objectives.mtp import multi_token_prediction
 from jaxpar.config.rules.parallel.diloco import diloco
 from jaxpar.config.rules.parallel.zero_bubble import enough_microbatches
@@ -65,7 +63,7 @@ from jaxpar.config.rules.run import (
     saving,
     schedule,
 )
-from jaxpar.config.rules.type_check import check_types
+from jaxpar.config.rules.type_check import wrong_sections, wrong_types
 from jaxpar.config.rules.values import own_values
 
 #: Rules that the others build on: they are checked first.
@@ -90,7 +88,7 @@ _RULES: tuple[Rule, ...] = (
     combinations,
     *(remat, saving, guards, profile, sinks, interleaving, compressed_sums),
     *(experts, lora, mup, multi_token_prediction),
-    *(evaluation, best, dpo, distillation, of_features, diloco, own_values),
+    *(evaluation, best, distillation, diloco, own_values),
 )
 _OF_MESH = (float8_of_components, divisibility, blocks_of_moments, enough_microbatches)
 
@@ -108,9 +106,9 @@ def resolve(cfg: Config, num_devices: int, *, explain: bool = True) -> Config:
     Returns:  a config whose mesh axes multiply to num_devices.
     Raises:   ConfigError for the broken rules.
     """
-    check_types(cfg)
     if not explain:
         return _resolved(cfg, num_devices)
+    collected((wrong_sections,), cfg)
     return explained(_resolved, cfg, num_devices)
 
 
@@ -119,11 +117,12 @@ def check(cfg: Config) -> None:
 
     Raises:   ConfigError for the broken rules.
     """
-    check_types(cfg)
+    collected((wrong_sections,), cfg)
     explained(_checked, cfg, 0)
 
 
 def _resolved(cfg: Config, num_devices: int) -> Config:
+    collected((wrong_types,), cfg)
     cfg = fill_steps(fill_batch(cfg))
     _each_rule(cfg)
     cfg = fill_microbatches(fill_data_axis(fill_deterministic(cfg), num_devices))
@@ -134,6 +133,7 @@ def _resolved(cfg: Config, num_devices: int) -> Config:
 
 
 def _checked(cfg: Config, _: int) -> Config:
+    collected((wrong_types,), cfg)
     cfg = fill_batch(cfg)
     _each_rule(fill_steps(cfg))
     if cfg.train.micro_batch_size:  # the devices decide the number of microbatches

@@ -9,6 +9,7 @@ import jax
 
 from jaxpar import checkpoint
 from jaxpar.checkpoint import read_whole
+from jaxpar.config import value_of
 from jaxpar.convert import selfcheck, torch_file
 from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.hf.config_file import CONFIG_FILE
@@ -61,7 +62,8 @@ def from_hf(options: FromHf) -> None:
 def from_peft(options: FromPeft) -> None:
     """Run `from-peft`."""
     cfg = peft_import.from_peft(options.folder, options.run, log, options.base, options.limit)
-    log(f"{options.run}: with adapters of rank {cfg.lora.rank}, the checkpoint of step 0")
+    rank = value_of(cfg, "lora.rank")
+    log(f"{options.run}: with adapters of rank {rank}, the checkpoint of step 0")
 
 
 def from_megatron(options: FromMegatron) -> None:
@@ -89,7 +91,8 @@ def to_peft(options: ToPeft, step: int) -> None:
     base = options.base or peft_folder.base_of(export.config)
     with new_folder_at("DIR", options.folder, peft_folder.ADAPTER_CONFIG) as folder:
         peft_folder.to_peft(export, folder, log, base, options.limit)
-    log(f"{options.folder}: adapters of rank {export.config.lora.rank}, of step {export.step}")
+    rank = value_of(export.config, "lora.rank")
+    log(f"{options.folder}: adapters of rank {rank}, of step {export.step}")
 
 
 def to_torch(options: ToTorch, step: int) -> None:

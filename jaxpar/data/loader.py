@@ -485,14 +485,14 @@ def open_loader(
     split: str = TRAIN,
     order: Callable[[int], np.ndarray | None] = lambda length: None,
 ) -> Loader:
-    """Open the loader of a split: of pairs with `dpo.beta`, and with what a teacher says in the
+    """Open the loader of a split: of pairs with `dpo`, and with what a teacher says in the
     training split with `distill.cache`. Args, Raises: as `Loader`; also as `TeacherCacheLoader`.
     """
-    if cfg.distill.cache and split == TRAIN:
+    if cfg.distill and cfg.distill.cache and split == TRAIN:
         from jaxpar.data.teacher_cache import TeacherCacheLoader
 
         return TeacherCacheLoader(cfg, mesh, split, order)
-    if cfg.dpo.beta:
+    if cfg.dpo:
         from jaxpar.data.pairs import PairLoader
 
         return PairLoader(cfg, mesh, split, order)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxpar.config import ConfigError, flag
+from jaxpar.config import ConfigError, flag, present
 from jaxpar.data.formats.meta import PAIRS
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.loader import Loader, check_vocabulary
@@ -147,10 +147,10 @@ class PairLoader(Loader):
         cfg, path = self._cfg, dataset.name
         check_vocabulary(cfg, dataset)
         if dataset.meta is None or dataset.meta.kind != PAIRS or dataset.targets is None:
-            rule = f"is not a dataset of pairs, which {flag('dpo.beta', cfg.dpo.beta)} needs"
+            rule = "is not a dataset of pairs, which preference tuning (dpo) needs"
             raise ConfigError("data.path", path, rule, f"prepare one with `{PREPARE_PAIRS}`")
         rows, seq_len = self.rows, cfg.data.seq_len
-        if rows.num_dropped and (cfg.dpo.too_long == "error" or not len(rows.kept)):
+        if rows.num_dropped and (present(cfg.dpo).too_long == "error" or not len(rows.kept)):
             of_all = f"{rows.num_dropped:,} of {dataset.num_documents // 2:,} pairs"
             rule = f"is shorter than {of_all} of {path} ({self.split}); the longest has "
             rule += f"{rows.longest:,} tokens"

@@ -21,7 +21,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from msgspec import Meta
 
-from jaxpar.config import Config, ConfigError, declared, flag, value_of
+from jaxpar.config import Config, ConfigError, declared, flag, present
 from jaxpar.config.declared import Name
 from jaxpar.config.json_reader import UnreadableJson, read_json_object
 from jaxpar.data.formats.meta import token_dtype
@@ -149,12 +149,13 @@ class TeacherCache:
         Args:     sources: fingerprints of the training data. sequences: of each.
         Raises:   ConfigError if it is missing, incomplete, damaged, or of something else.
         """
-        self._folder, self._k = Path(cfg.distill.cache), cfg.distill.top_k
+        d = present(cfg.distill)
+        self._folder, self.top_k = Path(d.cache), d.top_k
         about = read_about(self._folder)
         if about is None:
             rule = f"has no {ABOUT_FILE}: no teacher has been kept there"
             fix = "run python -m jaxpar.data teacher with the same config first"
-            raise ConfigError(FIELD, cfg.distill.cache, rule, fix)
+            raise ConfigError(FIELD, d.cache, rule, fix)
         self.about = about
         check_fits(about, cfg, sources, sequences)
         missing = missing_shards(self._folder, about)
@@ -162,7 +163,7 @@ class TeacherCache:
             rule = f"is not complete: {len(missing):,} files are missing, such as "
             rule += shard_path(self._folder, *missing[0]).name
             fix = "run python -m jaxpar.data teacher again: it continues"
-            raise ConfigError(FIELD, cfg.distill.cache, rule, fix)
+            raise ConfigError(FIELD, d.cache, rule, fix)
         for source in range(len(about.sources)):
             for number in range(about.shards(source)):
                 self._check_size(source, number)
@@ -175,14 +176,15 @@ class TeacherCache:
         Returns:  int32 [N, T, k], and their log probabilities, float32 [N, T, k].
         Raises:   ConfigError for a row that is damaged.
         """
-        shape = len(indices), self.about.seq_len, self._k
+        shape = len(indices), self.about.seq_len, self.top_k
         ids, scores = np.empty(shape, np.int32), np.empty(shape, np.float32)
         for at, index in enumerate(indices):
             number, row = divmod(int(index), self.about.rows)
             shard = self._shard(source, number)
             if shard.check_of(row) != shard.checks[row]:
                 raise self._damaged(source, number, f"row {row:,} differs from its checksum")
-            ids[at], scores[at] = shard.ids[row, :, : self._k], shard.scores[row, :, : self._k]
+            ids[at] = shard.ids[row, :, : self.top_k]
+            scores[at] = shard.scores[row, :, : self.top_k]
         return ids, scores
 
     def _open(self, source: int, number: int) -> TeacherFile:
@@ -205,24 +207,25 @@ def check_fits(about: About, cfg: Config, sources: Sequence[str], sequences: Seq
 
     Raises:   ConfigError that names the field that differs.
     """
+    d = present(cfg.distill)
     wanted: dict[str, tuple[Any, Any]] = {
         "data.seq_len": (about.seq_len, cfg.data.seq_len),
         "data.document_mask": (about.document_mask, cfg.data.document_mask),
         "model.vocab_size": (about.vocab_size, cfg.model.vocab_size),
-        "distill.temperature": (about.temperature, cfg.distill.temperature),
+        "distill.temperature": (about.temperature, d.temperature),
     }
     for path, (kept, asked) in wanted.items():
         if kept != asked:
-            rule = f"differs from that of {FIELD} {cfg.distill.cache}, {kept}"
+            rule = f"differs from that of {FIELD} {d.cache}, {kept}"
             raise ConfigError(path, asked, rule, f"use {flag(path, kept)}, or another cache")
-    if cfg.distill.top_k > about.top_k:
-        rule = f"is more than {FIELD} {cfg.distill.cache} has, {about.top_k}"
+    if d.top_k > about.top_k:
+        rule = f"is more than {FIELD} {d.cache} has, {about.top_k}"
         fix = f"use {flag('distill.top_k', about.top_k)}, or another cache"
-        raise ConfigError("distill.top_k", value_of(cfg, "distill.top_k"), rule, fix)
+        raise ConfigError("distill.top_k", d.top_k, rule, fix)
     if (about.sources, about.sequences) != (tuple(sources), tuple(sequences)):
         rule = "is of other training data: sources, their order or their content differ"
         fix = "use that data, or another folder for python -m jaxpar.data teacher"
-        raise ConfigError(FIELD, cfg.distill.cache, rule, fix)
+        raise ConfigError(FIELD, d.cache, rule, fix)
 
 
 # ---------------------------------- Global batches with what a teacher says of them, from its files
@@ -241,7 +244,7 @@ class TeacherCacheLoader(Loader):
         assert length == self._cfg.data.seq_len  # a rule of the config: sequences are not cut
         batch = super()._packed_sequences(numbers, pieces, length)
         sources, before = self._mixture.places(numbers)
-        shape = len(numbers), length, self._cfg.distill.top_k
+        shape = len(numbers), length, self.taught.top_k
         ids, scores = np.empty(shape, np.int32), np.empty(shape, np.float32)
         for source in np.unique(sources):
             at = np.flatnonzero(sources == source)
@@ -252,6 +255,6 @@ class TeacherCacheLoader(Loader):
     def abstract_batch(self, step: int = 0) -> Batch:
         """Return what `batch` returns, without values."""
         plain = super().abstract_batch(step)
-        shape = (*plain.tokens.shape, self._cfg.distill.top_k)
+        shape = (*plain.tokens.shape, self.taught.top_k)
         of = lambda dtype: plain.tokens.update(shape=shape, dtype=dtype)  # noqa: E731
         return dataclasses.replace(plain, teacher_ids=of(np.int32), teacher_scores=of(np.float32))

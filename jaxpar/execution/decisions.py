@@ -207,13 +207,13 @@ def _fuses_gate_up(cfg: Config) -> bool:
     dtype_allows = c.matmul_dtype == "compute" or c.float8_scaling == "tensor"
     feed_forwards = {layer.feed_forward for layer in cfg.model.layers} - {None}
     allowed = all(one.fuses_gate_up for one in feed_forwards if one) and bool(feed_forwards)
-    return dtype_allows and allowed and not cfg.lora.rank and cfg.parallel.row_groups == 1
+    return dtype_allows and allowed and not cfg.lora and cfg.parallel.row_groups == 1
 
 
 def _norm(cfg: Config, fused_gate_up: bool) -> NormForm:
     c, model = cfg.compute, cfg.model
     after = any(layer.norms == "after" for layer in model.layers)
-    if cfg.parallel.tensor > 1 or cfg.lora.rank or after or model.norm.kind == "layer":
+    if cfg.parallel.tensor > 1 or cfg.lora or after or model.norm.kind == "layer":
         return "written"
     forms = model.norm_forms
     if c.matmul_dtype == "float8":
@@ -225,7 +225,7 @@ def _norm(cfg: Config, fused_gate_up: bool) -> NormForm:
 
 def _matmuls_sum_gradients(cfg: Config, stage_wide: bool) -> bool:
     p = cfg.parallel
-    complete = p.zero == 1 and p.layer_loop == "unroll" and not cfg.lora.rank
+    complete = p.zero == 1 and p.layer_loop == "unroll" and not cfg.lora
     one_place = p.virtual_stages == 1 or not stage_wide
     return complete and cfg.compute.matmul_dtype == "compute" and one_place
 

@@ -24,7 +24,6 @@ from jaxpar.config import (
     CheckpointConfig,
     Config,
     ConfigError,
-    DilocoConfig,
     OptimizerConfig,
     ParallelConfig,
 )
@@ -57,7 +56,7 @@ def config_for_sampling(cfg: Config, tensor: int = 1) -> Config:
         optimizer=rule,
         train=train,
         checkpoint=saving,
-        diloco=DilocoConfig(),
+        diloco=None,
     )
 
 

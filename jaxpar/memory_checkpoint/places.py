@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from jaxpar.config import Config, ConfigError, flag
+from jaxpar.config import Config, ConfigError
+from jaxpar.config.fields import turning_off
 from jaxpar.memory_checkpoint.client import PieceClient
 from jaxpar.runtime.files.lock import locked
 from jaxpar.runtime.processes.token import TOKEN_FILE, RunToken, given_token
@@ -149,19 +150,22 @@ class MemoryPlace:
         return PieceClient(address, self.token)
 
 
+#: The field that errors name.
+EVERY = "checkpoint.memory.every"
+
+
 def place_of(cfg: Config, env: Mapping[str, str] = os.environ) -> MemoryPlace | None:
     """Return the place that the launcher gives this process; None if the run keeps no copies.
 
     Raises:   ConfigError when the run keeps copies but no launcher has set the variables, or their
               values make no sense.
     """
-    every = cfg.checkpoint.memory_every
-    if not every:
+    if (memory := cfg.checkpoint.memory) is None:
         return None
     if not env.get(FOLDER):
         rule = "needs a launcher, which keeps the copies while processes end and start again"
         fix = f"start the run by python -m jaxpar.launch -n 1 -- ..., or use {_never()}"
-        raise ConfigError("checkpoint.memory_every", every, rule, fix)
+        raise ConfigError(EVERY, memory.every, rule, fix)
     peers = tuple(filter(None, env.get(PEERS, "").split(",")))
     host = env.get(HOST, "0")
     if not host.isdecimal() or int(host) >= max(len(peers), 1):
@@ -178,19 +182,18 @@ def place_of(cfg: Config, env: Mapping[str, str] = os.environ) -> MemoryPlace | 
 
 
 def _never() -> str:
-    return flag("checkpoint.memory_every", 0)
+    return turning_off(EVERY)[0]
 
 
 @contextlib.contextmanager
 def kept_in_memory(cfg: Config, env: Mapping[str, str] = os.environ) -> Iterator[HostMemory | None]:
     """Keep a folder for copies in this host's memory, for a launcher; delete it at the end.
 
-    Folders of launchers that were killed are deleted first. None without
-    `checkpoint.memory_every`.
+    Folders of launchers that were killed are deleted first. None without `checkpoint.memory`.
 
     Raises:   ConfigError when the folder cannot be made.
     """
-    if not cfg.checkpoint.memory_every:
+    if (memory := cfg.checkpoint.memory) is None:
         yield None
         return
     above, held = Path(env.get(FOLDER) or SHARED_MEMORY), contextlib.ExitStack()
@@ -204,8 +207,7 @@ def kept_in_memory(cfg: Config, env: Mapping[str, str] = os.environ) -> Iterator
     except OSError as error:
         rule = f"needs a folder in {above}, which cannot be made: {error.strerror}"
         fix = f"set {FOLDER} to a folder on a file system in memory, or use {_never()}"
-        value = cfg.checkpoint.memory_every
-        raise ConfigError("checkpoint.memory_every", value, rule, fix) from error
+        raise ConfigError(EVERY, memory.every, rule, fix) from error
     with held:
         try:
             yield HostMemory(folder)

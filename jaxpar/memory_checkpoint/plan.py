@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 
-from jaxpar.config import Config, ConfigError, flag
+from jaxpar.config import Config, ConfigError, present
+from jaxpar.config.fields import turning_off
 from jaxpar.memory_checkpoint.piece_file import ArrayType, PieceIndex, place_pieces
 from jaxpar.memory_checkpoint.places import FOLDER, MIRRORED, OWN, MemoryPlace
 from jaxpar.runtime.host_memory import host_memory
@@ -112,7 +113,7 @@ def plan_copies(cfg: Config, place: MemoryPlace, like: Any, seconds: float) -> C
     Raises:   ConfigError when this host's folder is too small; PeerFailed when another's is.
     """
     hosts = list(map(int, peers.exchange("hosts of copies", str(place.host), seconds)))
-    copies = min(cfg.checkpoint.memory_copies, place.num_hosts - 1)
+    copies = min(present(cfg.checkpoint.memory).copies, place.num_hosts - 1)
     pieces = pieces_of(like, hosts, peers.rank(), copies)
     sizes = f"{pieces.single.num_bytes + _INDEX} {pieces.num_bytes + 2 * _INDEX}"
     said = [list(map(int, s.split())) for s in peers.exchange("bytes of copies", sizes, seconds)]
@@ -131,8 +132,8 @@ def check_room(cfg: Config, folder: Path, needed: int) -> None:
 
     Raises:   ConfigError.
     """
-    path, every = "checkpoint.memory_every", cfg.checkpoint.memory_every
-    room, fix = free_bytes(folder) + _bytes_of_copies(folder), f"use {flag(path, 0)}"
+    path, every = "checkpoint.memory.every", present(cfg.checkpoint.memory).every
+    room, fix = free_bytes(folder) + _bytes_of_copies(folder), f"use {turning_off(path)[0]}"
     if needed > room:
         rule = f"needs {needed / 1e9:.3f} GB in {folder}, which has {room / 1e9:.3f} GB: "
         rule += f"{AT_A_TIME} copies of this host's pieces and of those that it holds for others"

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from jaxpar.checkpoint import integrity
 from jaxpar.checkpoint.best import Best
 from jaxpar.checkpoint.saving import metadata_of_run
-from jaxpar.config import Config, declared
+from jaxpar.config import Config, declared, present
 from jaxpar.data.skips import SkippedBatches
 from jaxpar.memory_checkpoint.client import LIMITS_FILE, HostLost, Limits
 from jaxpar.memory_checkpoint.places import (
@@ -54,7 +54,7 @@ class _Copy(NamedTuple):
 
 
 class MemoryCheckpointer:
-    """Copies the state every `checkpoint.memory_every` steps. A context manager.
+    """Copies the state every `checkpoint.memory.every` steps. A context manager.
 
     Every process makes one and makes the same calls on it. The loop waits while the devices' copy
     engines move the state into the mapped memory of a file; a thread then computes checksums,
@@ -110,7 +110,7 @@ class MemoryCheckpointer:
 
     def due(self, step: int) -> bool:
         """Whether a copy is due after a step."""
-        return step % self._cfg.checkpoint.memory_every == 0
+        return step % present(self._cfg.checkpoint.memory).every == 0
 
     def save(
         self,

@@ -27,7 +27,7 @@ def num_params(model: Model) -> int:
     return count(param_specs(model))
 
 
-def num_adapter_params(model: Model, lora: LoraConfig) -> int:
+def num_adapter_params(model: Model, lora: LoraConfig | None) -> int:
     """Return the number of parameters of adapters; 0 without adapters."""
     return count(param_specs(model, lora)) - num_params(model)
 
@@ -52,7 +52,7 @@ def train_flops_per_token(
     """
     attention = sum(mixer.pair_flops() for mixer in _mixers(model)) * seq_len
     matmuls = 6 * num_matmul_params(model)
-    if lora is not None and lora.rank:
+    if lora is not None:
         matmuls = 4 * num_matmul_params(model) + 6 * num_adapter_params(model, lora)
     return matmuls + (1.5 if causal else 3) * attention + recurrence_flops_per_token(model)
 

@@ -204,7 +204,7 @@ def _fuse_layer(w: Tree, layer: Layer, ex: Execution, *, stacked: bool) -> Tree:
         return {}
     cfg = ex.cfg
     lead = next(iter(w.values())).shape[:stacked]
-    out = lora.fuse(w, lead, factor(cfg)) if cfg.lora.rank else {}
+    out = lora.fuse(w, lead, factor(cfg.lora)) if cfg.lora else {}
     declared = layer.weights(cfg.model)
     arrays = fused(declared, gate_up=ex.fused_gate_up)
     arrays = {name: array for name, array in arrays.items() if array.parts[0][0] in w}

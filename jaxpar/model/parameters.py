@@ -26,7 +26,7 @@ def param_specs(m: Model, adapters: LoraConfig | None = None, *, spread: bool = 
     The weights of layers with one name are stacked. The modules of multi-token prediction are
     "mtp".
 
-    Args:     adapters: `Config.lora`, to include adapters if it has any; None for the base model.
+    Args:     adapters: `Config.lora`; None: the base model.
               spread: `spreads_experts`, which only shardings depend on.
     """
     model, top = m, top_specs(m)
@@ -39,7 +39,7 @@ def param_specs(m: Model, adapters: LoraConfig | None = None, *, spread: bool = 
         layers_of = _stacked(m, m.module_layer, m.mtp_depth, "depth", spread=spread)
         specs["mtp"] = mtp.specs(m, layers_of)
     specs = scaled(m, specs)
-    return lora.with_adapters(specs, model, adapters) if adapters and adapters.rank else specs
+    return lora.with_adapters(specs, model, adapters) if adapters else specs
 
 
 def specs_of(cfg: Config, *, adapters: bool = True) -> Tree:

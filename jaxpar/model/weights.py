@@ -148,7 +148,7 @@ def scatter(grads: Tree, dims: fsdp.Dims, cfg: Config, matrices: dict[str, Weigh
     """
     rounded = {n: g.gradient for n, g in grads.items() if isinstance(g, float8.Float8Weight)}
     grads = grads | rounded
-    frozen = {n: None for n in grads if cfg.lora.rank and not lora.is_adapter(n)}
+    frozen = {n: None for n in grads if cfg.lora and not lora.is_adapter(n)}
     grads = {n: g for n, g in grads.items() if n not in frozen}
     if cfg.parallel.zero != 1:
         late = {n for n, of in matrices.items() if of.converts_late}

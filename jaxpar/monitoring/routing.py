@@ -163,7 +163,7 @@ class LoadsWriter:
         t = cfg.train
         self._every = t.log_every * -(-t.num_steps // (t.log_every * MAX_RECORDS))
         self._last, self._lines = t.num_steps, None
-        if num_experts(cfg.model) and not cfg.lora.rank and jax.process_index() == 0:
+        if num_experts(cfg.model) and not cfg.lora and jax.process_index() == 0:
             self._lines = Lines(run_dir / LOADS_FILE)
             if first_step:
                 self._write({"resumed_after_step": first_step})

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.config import Config
+from jaxpar.config import Config, present
 from jaxpar.model.embedding import vocab_shard_index
 from jaxpar.model.loss import num_chunks, softcapped
 from jaxpar.objectives.token_scores import Tree, chunked, head_inputs
@@ -45,7 +45,8 @@ def head(top: Tree, x: jax.Array, batch: Batch, cfg: Config) -> tuple[jax.Array,
     flat = h.reshape(-1, h.shape[-1]), w, batch.labels.ravel()
     k = batch.teacher_ids.shape[-1]
     of_teacher = batch.teacher_ids.reshape(-1, k), batch.teacher_scores.reshape(-1, k)
-    d, cap = cfg.distill, cfg.model.logits_softcap
+    d = present(cfg.distill)
+    cap = cfg.model.logits_softcap
     ce, kl = token_losses(*flat, *of_teacher, d.temperature, cap, n)
     sums = jnp.stack([jnp.sum(ce), jnp.sum(kl)])
     total = (1 - d.weight) * sums[0] + d.weight * d.temperature**2 * sums[1]

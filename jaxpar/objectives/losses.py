@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxpar.config import Config, ConfigError, flag
+from jaxpar.config import Config, ConfigError, flag, value_of
+from jaxpar.config.fields import switch_of
 from jaxpar.config.values import Value, fields_of
 from jaxpar.sharding.batch import IGNORED, Batch
 
@@ -147,10 +148,11 @@ def loss_of(config: Config) -> Loss:
 
     Raises:   ConfigError for preference tuning and distillation, which need more than tokens.
     """
-    for field, on in (("dpo.beta", config.dpo.beta), ("distill.teacher", config.distill.teacher)):
-        if on:
-            rule = "trains a loss that needs more than a batch of tokens"
-            raise ConfigError(field, on, rule, "pass loss=NextToken() for its cross entropy")
+    for section in ("dpo", "distill"):
+        if value_of(config, section):
+            field, rule = switch_of(section), "trains a loss that needs more than a batch of tokens"
+            fix = "pass loss=NextToken() for its cross entropy"
+            raise ConfigError(field, value_of(config, field), rule, fix)
     terms = {name: getattr(config.train, name) for name in TERMS}
     if config.train.loss is None:
         return NextToken(z_loss=config.train.z_loss, **terms)

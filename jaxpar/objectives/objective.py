@@ -171,9 +171,9 @@ def objective_of(cfg: Config) -> Objective:
         return of_loss(cfg.train.loss)
     if cfg.train.loss is not None:
         raise unknown_code("train.loss", cfg.train.loss)
-    if cfg.dpo.beta:
+    if cfg.dpo:
         return PREFERENCES
-    if cfg.distill.teacher:
+    if cfg.distill:
         return DISTILLATION
     return MULTI_TOKEN if cfg.model.mtp_depth else NEXT_TOKEN
 

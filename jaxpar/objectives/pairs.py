@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.config import Config
+from jaxpar.config import Config, present
 from jaxpar.objectives import token_scores
 from jaxpar.parallel.collectives import psum
 from jaxpar.sharding.axes import SEQUENCE
@@ -33,12 +33,13 @@ def head(
     Communication: that of `token_scores.log_probs`; all-reduces over SEQUENCE of [B, 2 max_pairs]
               float32 and [B] int32.
     """
+    d = present(cfg.dpo)
     scores = token_scores.log_probs(top, x, batch.labels, cfg)
     ratios = jnp.where(batch.labels == IGNORED, 0.0, scores - batch.reference)
     sums = psum(_by_segment(ratios, batch.segment_ids, 2 * max_pairs), SEQUENCE)
-    chosen, rejected = rewards(sums.reshape(len(sums), max_pairs, 2), cfg.dpo.beta)
+    chosen, rejected = rewards(sums.reshape(len(sums), max_pairs, 2), d.beta)
     here = jnp.arange(max_pairs) < psum(_starts_of_pairs(batch), SEQUENCE)[:, None]
-    of_pairs = measures(chosen, rejected, cfg.dpo.label_smoothing)
+    of_pairs = measures(chosen, rejected, d.label_smoothing)
     # Every rank of SEQUENCE knows all pairs of its rows: the first one counts them.
     counted = here & (lax.axis_index(SEQUENCE) == 0)
     totals = jnp.sum(jnp.where(counted, of_pairs, 0.0), axis=(1, 2))

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.config import Config
+from jaxpar.config import Config, DpoConfig, present
 from jaxpar.model.plain import decoder
 from jaxpar.model.plain.feed_forward import router_loss
 from jaxpar.sharding.batch import IGNORED, Batch
@@ -17,6 +17,7 @@ def preference_loss(params: Any, batch: Batch, cfg: Config) -> jax.Array:
     Args:     params: the logical parameters. batch: [B, T] in text order; document 2k + 1 of a row
               is the chosen response of its pair k, document 2k + 2 the rejected one.
     """
+    d = present(cfg.dpo)
     params = decoder.scale_adapters(params, cfg)
     x, routings = decoder.hidden_and_routings(params, batch, cfg)
     scores = jax.nn.log_softmax(decoder.output(x, params, cfg.model))
@@ -29,13 +30,13 @@ def preference_loss(params: Any, batch: Batch, cfg: Config) -> jax.Array:
             for document in (2 * k + 1, 2 * k + 2)
         )
         there = jnp.any(batch.segment_ids == 2 * k + 1, axis=1)
-        total += jnp.sum(jnp.where(there, _loss(cfg.dpo.beta * (chosen - rejected), cfg), 0.0))
+        total += jnp.sum(jnp.where(there, _loss(d.beta * (chosen - rejected), d), 0.0))
         count += jnp.sum(there)
     return total / count + sum(router_loss(one, cfg) for one in routings)
 
 
-def _loss(margin: jax.Array, cfg: Config) -> jax.Array:
-    e = cfg.dpo.label_smoothing
+def _loss(margin: jax.Array, dpo: DpoConfig) -> jax.Array:
+    e = dpo.label_smoothing
     return (1 - e) * jnp.log1p(jnp.exp(-margin)) + e * jnp.log1p(jnp.exp(margin))
 
 
@@ -44,9 +45,10 @@ def distillation_losses(params: Any, batch: Batch, cfg: Config) -> tuple[jax.Arr
 
     The divergence compares distributions of as many outcomes as the teacher names, and the tail.
     """
+    d = present(cfg.distill)
     params = decoder.scale_adapters(params, cfg)
     x, routings = decoder.hidden_and_routings(params, batch, cfg)
-    logits, T = decoder.output(x, params, cfg.model), cfg.distill.temperature
+    logits, T = decoder.output(x, params, cfg.model), d.temperature
     labeled = batch.labels != IGNORED
     scores = jax.nn.log_softmax(logits)
     at_label = jnp.take_along_axis(scores, jnp.maximum(batch.labels, 0)[..., None], -1)[..., 0]
@@ -57,6 +59,6 @@ def distillation_losses(params: Any, batch: Batch, cfg: Config) -> tuple[jax.Arr
         of_p, of_q = 1 - jnp.sum(p, axis=-1), 1 - jnp.sum(q, axis=-1)
         kl += of_p * jnp.log(of_p / of_q)
     mean = lambda a: jnp.sum(jnp.where(labeled, a, 0.0)) / jnp.sum(labeled)  # noqa: E731
-    ce, share = -mean(at_label), cfg.distill.weight
+    ce, share = -mean(at_label), d.weight
     total = (1 - share) * ce + share * T**2 * mean(kl)
     return total + sum(router_loss(one, cfg) for one in routings), ce

@@ -75,7 +75,7 @@ def lower(cfg: Config, gpu: Gpu, mesh: Mesh | AbstractMesh) -> jax.stages.Lowere
     state = jax.tree.map(abstract, abstract_state(cfg), state_shardings(cfg, sharded))
     rows = (cfg.train.global_batch_size, cfg.data.seq_len)
     ints = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=NamedSharding(sharded, BATCH_SPEC))
-    scores = ints.update(dtype=jnp.float32) if cfg.dpo.beta else None
+    scores = ints.update(dtype=jnp.float32) if cfg.dpo else None
     with compiling_for(platform_of(gpu)):
         step: Any = make_train_step(cfg, sharded, SOME_DOCUMENTS)
         traced = step.trace(state, Batch(ints, ints, ints, ints, scores))

@@ -15,7 +15,7 @@ from jaxpar.config.listed import Item, read_value
 from jaxpar.config.numerals import only_digits
 from jaxpar.config.rules.divisibility import largest_divisor
 from jaxpar.config.rules.memory import remat
-from jaxpar.config.rules.type_check import check_types
+from jaxpar.config.rules.type_check import check_type
 
 # -------------------------------- Parses the planner's --fix: fields of a layout with a fixed value
 
@@ -38,7 +38,7 @@ def read_fixed(text: str | None, cfg: Config) -> dict[str, Any]:
         if name in fixed:
             raise ConfigError("--fix", text, f"names {name} twice", f"use --fix {pair}")
         fixed[name] = _value(cfg, pair, name, value)
-    if cfg.diloco.every:
+    if cfg.diloco:
         fixed.setdefault("replica", cfg.parallel.replica)
     return fixed
 
@@ -67,9 +67,8 @@ def _value(cfg: Config, pair: str, name: str, text: str) -> Any:
     if name == "expert":
         _check_experts(cfg, pair, int(text))
     try:
-        changed = replace(cfg, **{path: value})
-        check_types(changed)
-        remat(changed)
+        check_type(path, value)
+        remat(replace(cfg, **{path: value}))
     except ConfigError as error:
         fix = error.fix.replace(flag(path) + " ", f"--fix {name}=")
         raise ConfigError("--fix", pair, f"{name} {error.rule}", fix) from error

@@ -167,7 +167,7 @@ def caveats(plan: Plan, chosen: Sequence[Layout]) -> list[str]:
         guesses.append("networks were not measured")
     if num_experts(cfg.model):
         guesses += experts_caveats(cluster, chosen)
-    if cfg.lora.rank:
+    if cfg.lora:
         guesses.append("adapters were not compared with measurements")
     if cfg.parallel.layer_loop == "scan":
         guesses.append("only unrolled layers were measured")

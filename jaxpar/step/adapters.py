@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxpar.config import Config, LoraConfig, replace
+from jaxpar.config import Config, replace
 from jaxpar.config.lists.lora_targets import factor
 from jaxpar.model import lora
 from jaxpar.model.parameters import specs_of, trainable_specs
@@ -15,7 +15,7 @@ from jaxpar.step.state import init_params
 
 def base_config(cfg: Config) -> Config:
     """Return the config of the model after its adapters are merged."""
-    return replace(cfg, lora=LoraConfig())
+    return replace(cfg, lora=None)
 
 
 def add_fresh(params: Any, cfg: Config, mesh: Mesh) -> Any:
@@ -23,7 +23,7 @@ def add_fresh(params: Any, cfg: Config, mesh: Mesh) -> Any:
 
     Args:     params: in running order, sharded as `state.state_shardings`.
     """
-    if not cfg.lora.rank:
+    if not cfg.lora:
         return params
     return join(params, init_params(trainable_specs(cfg), cfg, mesh))
 
@@ -37,11 +37,12 @@ def merge(params: Any, cfg: Config, mesh: Mesh) -> Any:
     Communication: none. A device's shard of a matrix is updated by the product of its shards of the
               adapter's two matrices.
     """
-    if not cfg.lora.rank:
+    if not cfg.lora:
         return params
+    scale = factor(cfg.lora)
     whole, specs = partition_specs(specs_of(cfg, adapters=False)), specs_of(cfg)
     local = jax.shard_map(
-        lambda frozen, trainable: lora.merge(join(frozen, trainable), factor(cfg)),
+        lambda frozen, trainable: lora.merge(join(frozen, trainable), scale),
         mesh=mesh,
         in_specs=(whole, partition_specs(trainable_specs(cfg))),
         out_specs=whole,

@@ -37,7 +37,9 @@ def in_configured_dtypes(state: Any, wanted: Any, cfg: Config) -> Any:
     stored = lambda x, to: x if x.dtype == to.dtype else convert_dtype(x.sharding, to.dtype)(x)  # noqa: E731
     opt_state = moments.map_moments(converted, specs, state.opt_state, wanted.opt_state)
     state = dataclasses.replace(state, opt_state=opt_state)
-    averages = (of.extra.get(AVERAGED, ()) for of in (state, wanted))
+    if AVERAGED not in state.extra:  # none, or one that begins with the weights
+        return state
+    averages = (of.extra[AVERAGED] for of in (state, wanted))
     return state.with_extra(**{AVERAGED: jax.tree.map(stored, *averages)})
 
 

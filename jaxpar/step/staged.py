@@ -64,7 +64,7 @@ def staged_model(
     """
     cfg, weights = ex.cfg, loss_weights(ex.cfg, step)
     has_experts = bool(experts_in(cfg.model))
-    of_routers = scale is not None and has_experts and cfg.lora.rank == 0
+    of_routers = scale is not None and has_experts and cfg.lora is None
 
     def context(mb: Batch) -> Contexts:
         context = across_devices(attention_context(mb, cfg, max_segments), cfg)

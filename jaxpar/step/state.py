@@ -95,7 +95,7 @@ def abstract_weights(cfg: Config, mesh: Mesh) -> dict[str, Any]:
     They are the parameters; with a moving average, the average and the parameters that are frozen.
     """
     logical = abstract_logical(cfg, mesh)
-    if not cfg.optimizer.averages:
+    if not cfg.optimizer.ema:
         return {"params": logical.params}
     _, frozen = split(logical.params, specs_of(cfg))
     return {AVERAGED: logical.extra[AVERAGED]} | ({"params": frozen} if frozen else {})
@@ -229,7 +229,7 @@ def state_of(params: Any, cfg: Config, mesh: Mesh) -> TrainState:
 
 def fresh_exchange(params: Any, cfg: Config, mesh: Mesh) -> dict[str, Any]:
     """Return what DiLoCo exchanges with an overlap, before it does; {} without."""
-    if not cfg.diloco.overlap:
+    if not trainers.overlap_of(cfg):
         return {}
     to = state_shardings(cfg, mesh).extra["diloco"]
     zeros = jax.jit(

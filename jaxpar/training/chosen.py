@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxpar import checkpoint
 from jaxpar.checkpoint.saved import damage
-from jaxpar.config import Config, ConfigError, flag, value_of
+from jaxpar.config import Config, ConfigError, DistillConfig, flag, value_of
 from jaxpar.config.json_reader import UnreadableJson, read_json_object
 from jaxpar.config.layout.teacher import FIELD as TEACHER
 from jaxpar.runtime.processes import peers
@@ -63,8 +63,8 @@ def choose(cfg: Config, saved: checkpoint.Saved | None) -> dict[str, Chosen]:
         chosen[INITIAL] = recorded[INITIAL]
     elif saved is None and cfg.run.init_from:
         chosen[INITIAL] = _newest(INITIAL, cfg.run.init_from)
-    if cfg.distill.teacher:
-        chosen[TEACHER] = _teacher(cfg, recorded.get(TEACHER))
+    if cfg.distill:
+        chosen[TEACHER] = _teacher(cfg, cfg.distill, recorded.get(TEACHER))
     return chosen
 
 
@@ -117,7 +117,7 @@ def recorded_in(cfg: Config, folder: Path, step: int | None) -> dict[str, Chosen
     if not recorded:
         with contextlib.suppress(OSError, UnreadableJson):
             recorded = from_json(read_json_object(folder / "manifest.json").get("weights_from", {}))
-    kept = {TEACHER} if cfg.distill.cache else set()
+    kept = {TEACHER} if cfg.distill and cfg.distill.cache else set()
     return {
         field: one if one.step is None or field in kept else found_again(field, cfg, one)
         for field, one in recorded.items()
@@ -208,7 +208,7 @@ def digest(folder: Path, step: int) -> str:
     saved = checkpoint.read_saved(folder, step)
     weights = {k: v for k, v in sorted(saved.fingerprints.items()) if k.startswith("params/")}
     parts: list[Any] = [weights, saved.config["model"]]
-    if (lora := saved.config.get("lora", {})).get("rank"):
+    if lora := saved.config.get("lora"):
         parts.append(lora)  # the adapters are merged by its scale
     return hash_of(parts)
 
@@ -218,22 +218,22 @@ def hash_of(parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _teacher(cfg: Config, recorded: Chosen | None) -> Chosen:
+def _teacher(cfg: Config, distill: DistillConfig, recorded: Chosen | None) -> Chosen:
     """Choose the teacher of a distillation, live or in a cache."""
-    named = cfg.distill.teacher
-    if not cfg.distill.cache:
+    named = distill.teacher
+    if not distill.cache:
         return _newest(TEACHER, named) if recorded is None else found_again(TEACHER, cfg, recorded)
     from jaxpar.data.teacher_cache import FIELD as CACHE
     from jaxpar.data.teacher_cache import read_about
 
-    about = read_about(Path(cfg.distill.cache))
+    about = read_about(Path(distill.cache))
     if about is None:
         return Chosen(named)  # `TeacherCache` refuses it
     if recorded is not None and recorded.weights != about.teacher:
         rule = f"is of {about.teacher_name}, and the run has learned from other weights so far, "
         rule += str(recorded)
         fix = f"use {flag(CACHE, '')} and that teacher, or a cache of what it says"
-        raise ConfigError(CACHE, cfg.distill.cache, rule, fix)
+        raise ConfigError(CACHE, distill.cache, rule, fix)
     folder = _run(TEACHER, named, None)
     steps = checkpoint.saved_steps(folder) if folder is not None else []
     if recorded is not None or not steps:  # the cache is enough
@@ -241,7 +241,7 @@ def _teacher(cfg: Config, recorded: Chosen | None) -> Chosen:
     step = _step_with(folder, about.teacher)
     if step is not None:
         return Chosen(named, step, about.teacher)
-    rule = f"has other weights than {about.teacher_name}, which {cfg.distill.cache} is of"
+    rule = f"has other weights than {about.teacher_name}, which {distill.cache} is of"
     fix = "use that teacher, or keep what this one says in another folder"
     raise ConfigError(TEACHER, named, rule, fix)
 

@@ -70,7 +70,7 @@ def open_set(cfg: Config, mesh: Mesh, named: EvaluationSet, order: TokenOrder) -
     """
     field, given = "evaluation.sets", cfg.evaluation.sets
     assert named.split is not None  # `held_out_sets` fills it in
-    alone = without_schedules(replace(cfg, **{"data.held_out": named.path, "distill.cache": ""}))
+    alone = without_schedules(replace(cfg, **{"data.held_out": named.path, "distill": None}))
     if named.split == TRAIN:
         check_tokenizers(cfg, field, given, [named.path])
         only = {"data.path": named.path, "data.mixture": (), "data.mixture_schedule": ()}
@@ -153,7 +153,7 @@ class Evaluation:
         """
         regular = self._every > 0 and (done % self._every == 0 or at_end)
         names = list(self.data.repeated) if regular else []
-        if regular and self.cfg.optimizer.averages:
+        if regular and self.cfg.optimizer.ema:
             names.insert(1, AVERAGED)
         return names + (self.at_end if at_end else [])
 

@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpar import checkpoint
-from jaxpar.config import Config, replace
+from jaxpar.config import Config, present, replace
 from jaxpar.config.layout.teacher import FIELD, config_of_teacher
 from jaxpar.data.pairs import PairLoader, places_of
 from jaxpar.execution.decisions import Execution, execution_of
@@ -102,7 +102,8 @@ def _identity(cfg: Config, loader: PairLoader, weights: str) -> str:
     """Return a hash of what the log probabilities depend on, up to rounding."""
     model = {name: str(value) for name, value in sorted(vars(cfg.model).items())}
     parts = [loader.dataset.fingerprint, loader.split, weights, cfg.train.seed, model]
-    parts += [cfg.dpo.too_long, cfg.dpo.too_long == "drop" and cfg.data.seq_len]
+    too_long = present(cfg.dpo).too_long
+    parts += [too_long, too_long == "drop" and cfg.data.seq_len]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -136,7 +137,8 @@ class Teacher:
         there = checkpoint.load_config(self._folder, chosen.step)
         self._lora = there.lora
         self.cfg = config_of_teacher(cfg, there)
-        d, self._top_k = cfg.distill, cfg.distill.top_k
+        d = present(cfg.distill)
+        self._top_k = d.top_k
         self._program = make_teacher_step(
             self.cfg, mesh, d.top_k, d.temperature, max_segments, execution_of(self.cfg)
         )

@@ -44,7 +44,7 @@ class Origin:
     """The step of a run's checkpoint; None for a published model."""
     source: "PublishedModel | None"
     """The published model; None for a run."""
-    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
+    lora: LoraConfig | None = None
     """The adapters in a run's checkpoint."""
     changes: str = ""
     """The fields of the model that differ, in words; only those of `run.init_changes` may."""
@@ -175,17 +175,16 @@ def _changes(cfg: Config, there: Config) -> "tuple[str, LayerPlaces]":
     differences = ", ".join(
         f"{short(p)} {value_of(there, p)}, not {value_of(cfg, p)}" for p in differing
     )
-    flags = " ".join(text for p in differing for text in _flags(p, value_of(there, p)))
+    flags = " ".join(dict.fromkeys(_flag(p, there) for p in differing))
     raise ConfigError(
         "run.init_from", cfg.run.init_from, f"contains a model with {differences}", flags
     )
 
 
-def _flags(path: str, value: Any) -> list[str]:
-    if dataclasses.is_dataclass(value):
-        fields = [(f"{path}.{f.name}", getattr(value, f.name)) for f in dataclasses.fields(value)]
-        return [text for name, inner in fields for text in _flags(name, inner)]
-    return [flag(path, value)]
+def _flag(path: str, there: Config) -> str:
+    """Return the option that gives a field the value that it has there."""
+    section, value = path.rpartition(".")[0], value_of(there, path)
+    return flag(section, None) if value_of(there, section) is None else flag(path, value)
 
 
 class InitialWeights:

@@ -117,11 +117,11 @@ def write(
         "asked": dict(run.asked),
     }
     replicas = diloco = ""
-    if run.cfg.diloco.every:
+    if run.cfg.diloco:
         from jaxpar.step.diloco.sent import in_words as in_words_of_diloco
 
         diloco = in_words_of_diloco(run.cfg)
-    if run.cfg.parallel.replica > 1 and not run.cfg.diloco.every:
+    if run.cfg.parallel.replica > 1 and not run.cfg.diloco:
         from jaxpar.planning.predict.communication import in_words_of_sums, sent_over_replicas
 
         replicas = in_words_of_sums(run.cfg)
@@ -138,7 +138,8 @@ def write(
         }
     records.write("manifest.json", json.dumps(manifest, indent=2) + "\n")
     cfg, size = run.cfg, num_adapter_params(run.cfg.model, run.cfg.lora)
-    adapters = f"{size:,} parameters of adapters, rank {cfg.lora.rank} on {cfg.lora.targets}"
+    adapters = f"{size:,} parameters of adapters"
+    adapters += f", rank {cfg.lora.rank} on {cfg.lora.targets}" if cfg.lora else ""
     hints = alignment_hints(cfg) if jax.default_backend() == "gpu" else []  # sizes slow on GPUs
     rows = [
         ("model", f"{num_params(cfg.model):,} parameters, {cfg.compute.dtype}"),

@@ -119,7 +119,7 @@ class StepPrograms:
 
 def _outer_steps(run: Run) -> "OuterSteps | None":
     """Return the programs of DiLoCo's outer steps, which only such a run imports."""
-    if not run.cfg.diloco.every:
+    if not run.cfg.diloco:
         return None
     from jaxpar.step.diloco.outer import OuterSteps
 
@@ -128,7 +128,7 @@ def _outer_steps(run: Run) -> "OuterSteps | None":
 
 def _fragments(cfg: Config) -> list[int | None]:
     """Return the fragments of which steps exchange the outer gradient; None: one without."""
-    if not cfg.diloco.overlap:
+    if not (cfg.diloco and cfg.diloco.overlap):
         return [None]
     from jaxpar.step.diloco.overlap import programs_of_steps
 
@@ -137,7 +137,7 @@ def _fragments(cfg: Config) -> list[int | None]:
 
 def _exchanged(done: int, cfg: Config) -> int | None:
     """Return the fragment of the program that takes the step after `done` steps."""
-    if not cfg.diloco.overlap:
+    if not (cfg.diloco and cfg.diloco.overlap):
         return None
     from jaxpar.step.diloco.overlap import same_program, under_way
 

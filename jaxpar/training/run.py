@@ -244,7 +244,7 @@ class Run:
                 self.teacher.load()
             log(f"teacher    {self.teacher}")
             self.startup.ended("teacher")
-        if self.cfg.dpo.beta:
+        if self.cfg.dpo:
             self.prepare_reference(start.state if resumed is None else None)
             self.startup.ended("reference")
         return start
@@ -342,7 +342,7 @@ def teacher_of(
     cfg: Config, mesh: Mesh, loader: Loader, max_segments: int, chosen: weights.Chosen | None
 ) -> "Teacher | None":
     """Return the teacher of a distillation; None if its files are in place of it."""
-    if cfg.distill.cache:
+    if cfg.distill and cfg.distill.cache:
         from jaxpar.data.teacher_cache import FIELD, TeacherCacheLoader
 
         assert isinstance(loader, TeacherCacheLoader)

@@ -41,7 +41,7 @@ def checked(cfg: Config) -> Run:
     with stage("opening the data and checking the run"):
         memory = None
         copies: list[FoundCopy] = []
-        if laid_out.checkpoint.memory_every:
+        if laid_out.checkpoint.memory:
             from jaxpar.memory_checkpoint.places import place_of
             from jaxpar.memory_checkpoint.plan import plan_copies
             from jaxpar.memory_checkpoint.restoring import find

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import Config, ConfigError, present, replace
 from jaxpar.data.teacher_cache import (
     ABOUT_FILE,
     FIELD,
@@ -36,8 +36,12 @@ def keep(cfg: Config, log: Callable[[str], None] = peers.log) -> None:
     Files that are there are kept: a command that was stopped continues. All processes call it, and
     see the same folder.
 
-    Raises:   ConfigError as `Run`; if `distill.cache` is empty, or has files of something else.
+    Raises:   ConfigError as `Run`; if there is no teacher; if `distill.cache` is empty, or has
+              files of something else.
     """
+    if cfg.distill is None:
+        rule = "is None: there is no teacher"
+        raise ConfigError("distill", None, rule, "use --distill.teacher runs/teacher")
     if not cfg.distill.cache:
         rule = "is empty: there is no folder for what the teacher says"
         raise ConfigError(FIELD, "", rule, "use --distill.cache data/teacher")
@@ -48,7 +52,7 @@ def keep(cfg: Config, log: Callable[[str], None] = peers.log) -> None:
         make = lambda: Run.open(live, in_folder=False, chosen=chosen)  # noqa: E731
         run = peers.all_or_none("checks", seconds, make)
     teacher = run.teacher
-    assert teacher is not None  # distill.cache needs distill.teacher
+    assert teacher is not None
     about = peers.all_or_none("cache", seconds, lambda: _about(run, teacher, folder))
     missing = missing_shards(folder, about)
     total = sum(about.rows_of(*shard) for shard in missing) * about.seq_len
@@ -75,7 +79,8 @@ def _about(run: Run, teacher: Teacher, folder: Path) -> About:
     Raises:   ConfigError if it is of something else.
     """
     cfg, loader = run.cfg, run.loader
-    d, batch = cfg.distill, cfg.train.global_batch_size
+    d = present(cfg.distill)
+    batch = cfg.train.global_batch_size
     each = batch * cfg.data.seq_len * d.top_k * 8
     sources = [source.dataset.fingerprint for source in loader.sources]
     wanted = About(

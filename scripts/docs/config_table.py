@@ -25,6 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "configuration.md"
 BEGIN, END = "<!-- config table -->\n", "<!-- /config table -->"
 
+#: The values of an optional section.
+OPTIONAL = "`None`, a section"
+
 #: The names of fields with components of these classes.
 NAMES = {Mixer: "mixer", FeedForward: "feed_forward"}
 
@@ -64,8 +67,11 @@ def section_table(name: str, cls: Any) -> list[str]:
     for field, hint in typing.get_type_hints(cls).items():
         path, inner = f"{name}.{field}", fields.section_of(hint)
         always = inner is Norm
-        values = "a section" if always else "`None`, a section"
-        values = values if inner else values_text(fields.default_of(path), hint)
+        values = "a section" if always else OPTIONAL
+        if fields.is_required(path):
+            values = f"{hint.__name__}, required"
+        elif not inner:
+            values = values_text(fields.default_of(path), hint)
         meaning = inspect.getdoc(inner) if always else fields.meanings(cls)[field]
         lines.append(_row(f"`{path}`", values, meaning or ""))
         if has_fields(item := item_of(hint)):
@@ -130,8 +136,12 @@ def _parts(name: str, cls: Any, seen: set[Any]) -> Iterator[tuple[str, Any]]:
 def table() -> str:
     """Return the tables of all sections, and of components after the model, as Markdown."""
     parts = []
-    for name, cls in typing.get_type_hints(config.Config).items():
-        parts.append(_part(f"### {name}", cls, section_table(name, cls)))
+    for name, hint in typing.get_type_hints(config.Config).items():
+        cls = fields.section_of(hint)
+        rows = section_table(name, cls)
+        if cls is not hint:
+            rows.insert(0, _row(f"`{name}`", OPTIONAL, fields.meanings(config.Config)[name]))
+        parts.append(_part(f"### {name}", cls, rows))
         if name == "model":
             for at, part in components():
                 parts.append(_part(f"#### {part.__name__}", part, component_table(at, part)))

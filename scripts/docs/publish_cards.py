@@ -137,7 +137,8 @@ def left_out(name: str) -> bool:
 
 def flat(config: dict[str, Any]) -> dict[str, Any]:
     """Return {section.field: value}, with fields of layers by address and lists as texts."""
-    made = {f"{part}.{name}": v for part, fields in config.items() for name, v in fields.items()}
+    sections = ((part, fields or {}) for part, fields in config.items())
+    made = {f"{part}.{name}": v for part, fields in sections for name, v in fields.items()}
     made |= {path: value_text(path, v) for path, v in made.items() if isinstance(v, list)}
     if not (values := made.get("model.layers")):  # older cards, whose model has a flag for each
         return made

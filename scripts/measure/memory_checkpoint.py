@@ -46,7 +46,7 @@ def with_tiny_data(cfg: Config, folder: Path) -> Config:
     text.write_text('{"text": "a few words"}\n' * 100, encoding="utf-8")
     prepare(PrepareOptions(input=(str(text),), output=str(folder / "data"), holdout=0.0))
     paths = {"data.path": str(folder / "data"), "run.dir": str(folder / "run"), "data.mixture": ()}
-    return replace(cfg, **paths, **{"checkpoint.memory_every": 1})
+    return replace(cfg, **paths, **{"checkpoint.memory.every": 1})
 
 
 def measure(cfg: Config, places: Sequence[MemoryPlace]) -> None:

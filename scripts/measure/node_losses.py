@@ -149,9 +149,8 @@ def arguments(asked: argparse.Namespace) -> list[str]:
     args += ["--evaluation.every", "0", "--optimizer.learning-rate", "1e-3"]
     args += ["--metrics.tensorboard", "False"]
     args += ["--checkpoint.every", str(asked.every), "--checkpoint.keep", "2"]
-    return (
-        args if asked.disk_only else [*args, "--checkpoint.memory-every", str(asked.memory_every)]
-    )
+    in_memory = asked.memory_every and not asked.disk_only
+    return [*args, "--checkpoint.memory.every", str(asked.memory_every)] if in_memory else args
 
 
 def undisturbed(folder: Path, asked: argparse.Namespace) -> Path:
@@ -160,7 +159,7 @@ def undisturbed(folder: Path, asked: argparse.Namespace) -> Path:
         return folder / "run"
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "jaxpar.train", ranks.write_config(folder)]
-    command += [*arguments(asked), "--run.cpu-devices", "1", "--checkpoint.memory-every", "0"]
+    command += [*arguments(asked), "--run.cpu-devices", "1", "--checkpoint.memory", "None"]
     subprocess.run(command, env=ranks.environment(), stdout=subprocess.DEVNULL, check=True)
     return folder / "run"
 

@@ -142,7 +142,7 @@ def variant(text: str) -> tuple[str, dict[str, Any]]:
 
 def sent_bytes(cfg: Config) -> float:
     """Return the bytes that a device sends over `replica` in a step, on average."""
-    if cfg.diloco.every:
+    if cfg.diloco:
         return sum(fragment_bytes(cfg)) / cfg.diloco.every
     return sent_over_replicas(cfg)
 

@@ -100,6 +100,7 @@ def test_widths():
     [
         ({"lora.rank": 2}, "lora.rank"),
         ({"dpo.beta": 0.1}, "dpo.beta"),
+        ({"distill.teacher": "runs/teacher"}, "distill.teacher"),
         ({"model.layers.mixer": DELTA}, "model.layers"),
     ],
 )

@@ -48,7 +48,7 @@ def write_run(folder: Path, config_file: str, devices: int, seed: int, **fields)
 def run(write_config, tmp_path_factory) -> str:
     """A run on two devices, with a moving average. Tests must not write."""
     folder = tmp_path_factory.mktemp("runs")
-    average = {"optimizer.ema_decay": 0.5}
+    average = {"optimizer.ema.decay": 0.5}
     return write_run(folder / "a", write_config(folder), 2, 0, **average)
 
 

@@ -37,7 +37,7 @@ MIXED = ([LOCAL] + [BLOCK] * 3) * 6
 PIPELINE = {"parallel.pipeline": 2, "parallel.num_microbatches": 2, "parallel.zero": 1}
 VIRTUAL = PIPELINE | {"parallel.virtual_stages": 2}
 UNEQUAL = PIPELINE | {"parallel.layers_per_stage": (13, 11)}
-AVERAGE = {"optimizer.ema_decay": 0.9}
+AVERAGE = {"optimizer.ema.decay": 0.9}
 EIGHT_BITS = {"optimizer.first_moment_dtype": "8bit", "optimizer.second_moment_dtype": "8bit"}
 
 

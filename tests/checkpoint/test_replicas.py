@@ -55,7 +55,7 @@ def test_the_same_replicas_come_back_bit_for_bit(setup):
         slow(replicas(4), replicas(2)),
         slow(replicas(2), replicas(0)),
         slow(replicas(2), replicas(0, **BFLOAT16)),
-        slow(replicas(2), replicas(0, **{"optimizer.ema_decay": 0.9})),
+        slow(replicas(2), replicas(0, **{"optimizer.ema.decay": 0.9})),
         slow(replicas(0), replicas(2)),
         slow(replicas(0, **BFLOAT16), replicas(2)),
     ],
@@ -68,7 +68,7 @@ def test_other_replicas_start_from_the_outer_weights(setup, then, now, capsys):
     assert jax.tree.map(lambda a: a.sharding, found) == state.state_shardings(other, other_mesh)
     said = capsys.readouterr().out
     assert "diloco     " in said and "from the checkpoint of step 3, with " in said
-    before, after = (c.parallel.replica * bool(c.diloco.every) for c in (cfg, other))
+    before, after = (c.parallel.replica * bool(c.diloco) for c in (cfg, other))
 
     def own(moment, to):
         """What each replica has of a former one's."""

@@ -12,12 +12,21 @@ from jaxpar.config import (
     LatentAttention,
     Layer,
     Model,
+    default_of,
     replace,
 )
+from jaxpar.config.fields import is_required, leaf_paths
 from jaxpar.config.listed import has_fields, hints_of, item_of, members
 
 ATTENTION, GLU = Attention(num_heads=8, num_kv_heads=4, head_dim=32), Glu(704)
 LAYER = Layer("layers", ATTENTION, GLU)
+
+
+def setting(path: str, value: Any) -> dict[str, Any]:
+    """A field with a value, and what its section needs beside it if it is None by default."""
+    beside = [p for p in leaf_paths() if p.rpartition(".")[0] == path.rpartition(".")[0]]
+    return {p: default_of(p) for p in beside if is_required(p)} | {path: value}
+
 
 #: Four layers alike.
 BASE = replace(Config(), model=Model(d_model=256, vocab_size=512, layers=[LAYER] * 4))

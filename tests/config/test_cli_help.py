@@ -11,7 +11,7 @@ from jaxpar import components, config
 from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, flag, schema
 from jaxpar.config.config_file import known_configs, load_config
-from jaxpar.config.fields import LENGTH, field_types, leaf_paths
+from jaxpar.config.fields import LENGTH, field_types, leaf_paths, section_of
 from jaxpar.config.help import SECTIONS
 from jaxpar.config.layers import FIELD, all_paths
 
@@ -67,7 +67,8 @@ def config_of(name: str) -> Config:
 
 def paths_of(name: str) -> set[str]:
     """The fields that the help of a config lists: those of layers by their addresses."""
-    hidden = {FIELD, "model.norm"}  # whose fields are listed
+    always = {path for path, hint in field_types().items() if section_of(hint) is hint}
+    hidden = {FIELD, *always}  # whose fields are listed
     return {LENGTH, *field_types().keys() - hidden, *all_paths(config_of(name).model.layers)}
 
 
@@ -76,7 +77,7 @@ def paths_of(name: str) -> set[str]:
 def test_help_shows_one_section(name, section, capsys):
     shown = help_of(capsys, *[name] * bool(name), "--help", section)
     found = re.findall(r"^  --([\w.-]+)", shown, re.MULTILINE)
-    fields = {path for path in paths_of(name) if path.startswith(f"{section}.")}
+    fields = {path for path in paths_of(name) if f"{path}.".startswith(f"{section}.")}
     assert {one.replace("-", "_") for one in found} == fields
     assert documentation()[section] in " ".join(shown.split())
 

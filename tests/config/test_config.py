@@ -293,6 +293,8 @@ UNKNOWN = [
     ("every", "use checkpoint.every or evaluation.every"),
     ("trian.num_steps", "use train.num_steps"),
     ("model.mup.base_widht", "use model.mup.base_width"),
+    ("lora_rank", "use lora.rank"),
+    ("checkpoint.memory_every", "use checkpoint.memory.every"),
     ("data.xyz", "use one of data."),
     ("xyz", "use SECTION.FIELD, with a section of run, train, data, model, compute, lora"),
     ("train.num_steps.xyz", "use train.num_steps"),

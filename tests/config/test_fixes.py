@@ -1,6 +1,5 @@
 """Whoever follows the first fix of each message comes to a legal config, and never in a circle."""
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -21,7 +20,7 @@ from jaxpar.config.layers import BESIDE, addressed, all_paths, type_at
 from jaxpar.config.listed import item_of, members, written
 from jaxpar.config.validate import check, resolve
 from jaxpar.planning.predict.hardware import gpu_named
-from tests.config.models import BASE, DELTA, EXPERTS, LAYER, OF_EXPERTS, lists_of
+from tests.config.models import BASE, DELTA, EXPERTS, LAYER, OF_EXPERTS, lists_of, setting
 
 #: Most fixes to follow. Fields that a feature alone reads are refused one by one.
 MOST = 16
@@ -59,7 +58,10 @@ CASES = {
         "llama4_scout",
         {"lora.rank": 4, "train.balance_loss": 0.1, "optimizer.qk_clip": 50.0},
     ),
-    "a feature's field alone": ("quickstart", {"lora.alpha": 8.0, "diloco.overlap": 2}),
+    "a feature's fields alone": (
+        "quickstart",
+        {"data.length_keeps": "sequences", "train.mtp_loss": 0.3},
+    ),
     "DiLoCo of experts": ("kimi_k2", {"diloco.overlap": 1, "diloco.every": 20}),
     "experts by a pattern": ("nemotron_3_nano", {"diloco.every": 1}),
     "experts between, in stages": (
@@ -69,6 +71,10 @@ CASES = {
     "two kinds of scaling": (
         "llama3_70b",
         {f"{SCALING}.beta_fast": 8.0, f"{SCALING}.low_freq_factor": 2.0},
+    ),
+    "a bound that another kind reads": (
+        "gpt_oss_120b",
+        {"model.global_layers.mixer.rope.scaling.high_freq_factor": 0.1},
     ),
     "yarn with a factor of another kind": (
         "",
@@ -143,8 +149,7 @@ def values_of(path: str, cfg: Config) -> list:
     for one in members(hint):
         found += [one] if isinstance(one, str) else usual.get(one, [])
     if is_flag:
-        with contextlib.suppress(AttributeError):  # of a section that it does not have
-            found.append(value_of(cfg, path))
+        found += [value_of(cfg, path)] if value_of(cfg, path.rpartition(".")[0]) else []
     else:
         found += [value for _, value in addressed(cfg.model.layers, path.split(".")[1:])]
     return sorted(set(found), key=repr)
@@ -163,11 +168,13 @@ def every_config() -> tuple[Config, ...]:
 
 
 def random_words(rng: random.Random, cfg: Config, most: int, sections: Sequence[str]) -> list[str]:
-    """Options that set up to `most` random fields."""
-    paths = paths_of(cfg, sections)
-    chosen = rng.sample(paths, rng.randint(1, most))
-    fields = ((path, rng.choice(values_of(path, cfg))) for path in chosen)
-    return [word for path, value in fields for word in (flag(path), written(value))]
+    """Options that set up to `most` random fields, and what their sections need beside them."""
+    fields = dict[str, object]()
+    for path in rng.sample(paths_of(cfg, sections), rng.randint(1, most)):
+        is_off = path in leaf_paths() and value_of(cfg, path.rpartition(".")[0]) is None
+        found = {path: rng.choice(values_of(path, cfg))}
+        fields |= setting(path, found[path]) if is_off else found
+    return [word for path, value in fields.items() for word in (flag(path), written(value))]
 
 
 @pytest.mark.parametrize("number", [100, pytest.param(5000, marks=pytest.mark.slow)])
@@ -215,13 +222,15 @@ def test_every_printed_fix_is_legal(number):
             for fix in fixes_of(error):
                 now = cfg
                 for j, first in enumerate(firsts):
-                    of_rule = [fix] if i == j else first
-                    if i == j or is_broken(now, errors[j]):
-                        for one in of_rule:
-                            now = parse_overrides(now, options_in(one))
-                            tried += 1
+                    if i == j:  # the first fix of another rule may have ended its section
+                        start = now if is_broken(now, error) else cfg
+                        now = parse_overrides(start, options_in(fix))
+                        tried += 1
+                    elif first and is_broken(now, errors[j]):
+                        now = parse_overrides(now, options_in(first[0]))
+                        tried += 1
                 for j, first in enumerate(firsts):  # an alternative leaves more to the others
-                    if j != i and is_broken(now, errors[j]):
+                    if j != i and first and is_broken(now, errors[j]):
                         now = parse_overrides(now, options_in(first[0]))
                 if all(firsts):
                     check(now)
@@ -304,9 +313,10 @@ def test_a_gpu_that_is_like_no_other_is_not_taken_for_the_largest():
 
 
 def test_a_default_comes_before_what_turns_something_on():
-    cfg = replace(BASE, **{"lora.alpha": 8.0})
+    path = "train.mtp_loss"
+    cfg = replace(BASE, **{path: 0.3})
     with pytest.raises(ConfigError) as error:
         check(cfg)
     ways = error.value.fix.removeprefix("use ").split(", or ")
-    defaults = [way == flag("lora.alpha", default_of("lora.alpha")) for way in ways]
+    defaults = [way == flag(path, default_of(path)) for way in ways]
     assert defaults == [True, *itertools.repeat(False, len(ways) - 1)] and len(ways) > 1

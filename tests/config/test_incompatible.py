@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxpar.config import Glu, KimiDeltaAttention, Layer, Mlp, QkNorm, default_of, replace
-from jaxpar.config.fields import field_types
+from jaxpar.config.fields import field_types, optional_sections, switch_of
 from jaxpar.config.incompatible import TABLE, combinations
 from jaxpar.config.listed import item_of
 from jaxpar.extend import Attention, component
@@ -22,6 +22,7 @@ from tests.config.models import (
     LAYER,
     OF_EXPERTS,
     lists_of,
+    setting,
 )
 
 
@@ -95,7 +96,6 @@ def layers_of(one: str, other: str) -> list[Layer]:
 EXAMPLES: dict[str, dict[str, Any]] = {
     "`optimizer.name` for whole matrices": {"optimizer.name": "muon"},
     "`parallel.remat` with host memory": {"parallel.remat": "dots_offload"},
-    "`model.mup`": {"model.mup.base_width": 64},
     "`model.mup.base_head_dim`": {"model.mup.base_head_dim": 32},
     "`train.probes`": {"train.probes": (object(),)},
     "`train.post_updates`": {"train.post_updates": (object(),)},
@@ -116,6 +116,8 @@ def fields_of(label: str) -> dict[str, Any]:
         one, _, other = label.partition(" and ")
         return fields_of(one) | fields_of(other)
     path, *said = re.findall(r"`([^`]*)`", label)
+    if path in optional_sections():  # enabled
+        return setting(switch_of(path), default_of(switch_of(path)))
     hint, default = field_types()[path], default_of(path)
     if (item := item_of(hint)) is not None:
         return {path: lists_of(item)[0]}
@@ -126,7 +128,7 @@ def fields_of(label: str) -> dict[str, Any]:
         fits = [value for value in values if str(value) not in said]
     else:
         fits = [v for v in values if (str(v) in said if said else v != default)]
-    return {path: fits[-1]}
+    return setting(path, fits[-1])
 
 
 ROWS = [pytest.param(row, id=f"{row.one.label} x {row.other.label}") for row in TABLE]
@@ -151,6 +153,16 @@ def test_rows_are_pairs_of_different_conditions():
     pairs = [frozenset((row.one.label, row.other.label)) for row in TABLE]
     assert all(len(pair) == 2 for pair in pairs) and len({*pairs}) == len(pairs)
     assert all(row.why and not row.why.endswith(".") for row in TABLE)
+
+
+def test_no_field_of_a_section_that_is_off_holds():
+    conditions = [one for row in TABLE for one in (row.one, row.other)]
+    named = [(one, re.match("`([a-z_.]+)`", one.label)) for one in conditions]
+    inside = [
+        one for one, path in named if path and path[1].rpartition(".")[0] in optional_sections()
+    ]
+    assert {one.label for one in inside} > {"`distill.cache`", "`diloco.fragments`"}
+    assert not [one.label for one in inside if one.holds(BASE)]
 
 
 def test_conditions_on_components_have_addresses():

@@ -17,6 +17,7 @@ from jaxpar.config.numerals import number, only_digits, whole_number
 from jaxpar.config.option_fields import declared
 from jaxpar.config.rules.numbers import numbers
 from jaxpar.config.validate import check
+from tests.config.models import setting
 
 PACKAGE = Path(__file__).resolve().parents[2] / "jaxpar"
 
@@ -52,10 +53,10 @@ WHOLE = [path for path, hint in field_types().items() if hint in (int, int | Non
 def test_a_whole_number_outside_its_range_is_refused(path):
     allowed = range_of(path) or Range(-MAX_INT - 1, MAX_INT)
     for bound, outside in ((allowed.least, -1), (allowed.most, 1)):
-        errors = numbers(replace(Config(), **{path: bound + outside}))
+        errors = numbers(replace(Config(), **setting(path, bound + outside)))
         assert [error.field for error in errors] == [path], bound
     for bound in (allowed.least, allowed.most):
-        assert not numbers(replace(Config(), **{path: bound}))
+        assert not numbers(replace(Config(), **setting(path, bound)))
 
 
 def test_the_sizes_of_a_model_are_bounded():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxpar.config import ConfigError, TrainConfig, command_line, replace
+from jaxpar.config.explain import errors_of, fixes_of
 from jaxpar.config.validate import check
 from tests.config.models import BASE
 from tests.config.test_config import fixes, leaf_paths
@@ -49,6 +50,23 @@ WRONG_TYPES = [
     ("model", TrainConfig(), "must be a Model", "--model."),
     ("train", None, "must be a TrainConfig", "--train.num-steps 1000"),
 ]
+
+
+def test_wrong_types_are_one_error_with_all_other_rules():
+    wrong = {"train.num_steps": "four", "train.seed": 2.0, "lora.rank": 4, "model.mtp_depth": 1}
+    cfg = replace(BASE, **wrong)
+    with pytest.raises(ConfigError) as caught:
+        check(cfg)
+    found = [error.field for error in errors_of(caught.value)]
+    assert found == ["train.num_steps", "train.seed", "lora.rank"]
+    firsts = [fixes_of(error)[0] for error in errors_of(caught.value)]
+    check(command_line.parse_overrides(cfg, " ".join(firsts).split()))
+    with pytest.raises(ConfigError, match=r"2 rules are broken.*\n1\. run\.dir.*\n2\. .*seed"):
+        check(replace(BASE, **{"run.dir": 5, "train.seed": None}))
+    with pytest.raises(ConfigError, match=r"^2 rules are broken.*\n1\. train\.seed.*\n2\. data"):
+        command_line.parse_overrides(BASE, ["--train.seed", "x", "--data.seq-len", "y"])
+    with pytest.raises(ConfigError, match=r"^train = 5: must be a TrainConfig"):
+        command_line.parse_overrides(replace(BASE, train=5), ["--train.num-steps", "2"])
 
 
 @pytest.mark.parametrize(("path", "value", "rule", "fix"), WRONG_TYPES)

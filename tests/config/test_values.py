@@ -189,8 +189,8 @@ BAD: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ),
     (
         {"train.loss": PLAIN, "dpo.beta": 0.1},
-        "it is a loss of pairs.*use --dpo.beta 0.0",
-        {"train.loss": PLAIN, "dpo.beta": 0.0},
+        "it is a loss of pairs.*use --dpo None",
+        {"train.loss": PLAIN, "dpo": None},
     ),
     ({"train.probes": probe()}, "must be a tuple.*,", {"train.probes": (probe(),)}),
     (
@@ -235,8 +235,8 @@ BAD: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ),
     (
         {"train.probes": (probe(),)} | ADAPTERS,
-        "probes are among the trained weights.*use --lora.rank 0",
-        {"train.probes": (probe(),), "lora.rank": 0},
+        "probes are among the trained weights.*use --lora None",
+        {"train.probes": (probe(),), "lora": None},
     ),
     (
         {"train.probes": (probe("loss"),)},
@@ -260,8 +260,8 @@ BAD: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ),
     (
         {"train.post_updates": (Twice(),)} | REPLICAS,
-        "replicas differ in their weights.*use --diloco.every 0",
-        {"train.post_updates": (Twice(),)} | REPLICAS | {"diloco.every": 0},
+        "replicas differ in their weights.*use --diloco None",
+        {"train.post_updates": (Twice(),)} | REPLICAS | {"diloco": None},
     ),
 ]
 

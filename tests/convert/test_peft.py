@@ -121,7 +121,7 @@ def test_the_merged_model_is_a_published_one(run, tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "compared with merged adapters" in shown and "with the written files" in shown
     source = importing.open_source(tmp_path / "out")
-    assert not source.config.lora.rank
+    assert source.config.lora is None
     cfg = resolve(replace(source.config, **{"parallel.data": 1}), 1)
     params = load_params(source, cfg, make_mesh(cfg.parallel, jax.devices()[:1]), silent)
     found = plain_logits(params, cfg, tiny.tokens(VALUES))
@@ -266,7 +266,7 @@ def test_another_base_is_found(run, tmp_path):
 
 def test_what_cannot_be_written(run, base, tmp_path):
     plain = importing.from_hf(base, tmp_path / "plain", silent, None)
-    assert plain.config.lora.rank == 0
+    assert plain.config.lora is None
     with pytest.raises(ConfigError, match=r"was trained without adapters.*`to-hf`"):
         call("convert", ["to-peft", str(tmp_path / "plain"), str(tmp_path / "out")])
     (tmp_path / "used").mkdir()

@@ -276,4 +276,4 @@ def test_what_is_refused(prepared, dataset):
     with pytest.raises(ConfigError, match=r"is not a dataset of pairs.*prepare-pairs"):
         open_loader(config(str(dataset)), mesh)
     with pytest.raises(ConfigError, match=r"is a dataset of pairs of responses.*--dpo.beta 0.1"):
-        Loader(replace(config(prepared), **{"dpo.beta": 0.0}), mesh)
+        Loader(replace(config(prepared), dpo=None), mesh)

@@ -149,7 +149,7 @@ def pieces(text: bytes, folder: Path) -> None:
     tail = struct.pack("<8sQI", b"jaxparm1", len(text), zlib.crc32(text))
     file.write_bytes(content[: -20 - length] + text + tail)
     write_skipped(folder / "run", SkippedBatches(((1, 2),), 1))  # as in SAVED
-    sizes = {"run.dir": str(folder / "run"), "checkpoint.memory_every": 5}
+    sizes = {"run.dir": str(folder / "run"), "checkpoint.memory.every": 5}
     for one in restoring._look(replace(Config(), **sizes), MemoryPlace(folder, (), 0)):
         for name in one.files:
             opened = StoredPieces(LocalBytes(folder / OWN / name))

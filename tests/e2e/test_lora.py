@@ -99,7 +99,7 @@ def test_a_run_goes_on_exactly_and_on_another_mesh(runs, train_on, chats):
 def test_text_from_it(runs, capfd):
     _, _, tuned = runs
     model = load(str(tuned), None, 1, print)
-    assert model.cfg.lora.rank == 0
+    assert model.cfg.lora is None
     given = [
         "--prompt",
         "user:\n17?\nassistant:\n",

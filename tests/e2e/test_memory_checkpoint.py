@@ -18,7 +18,7 @@ from tests.memory_checkpoint.hosts import TOKEN, FakeHosts, fake_hosts
 @pytest.mark.slow
 def test_a_killed_process_costs_the_steps_since_the_last_copy(write_ranks, tmp_path, whole):
     config, run = write_ranks(tmp_path), tmp_path / "run"
-    words = "--checkpoint.memory-every 3 --checkpoint.every 40".split()
+    words = "--checkpoint.memory.every 3 --checkpoint.every 40".split()
     fault = {"FAULT": "1 14 SIGKILL", "FAULT_ONCE": str(tmp_path / "once")}
     process = ranks.launch(2, 2, "--", config, *words, **fault, JAXPAR_MEMORY_FOLDER=str(tmp_path))
     code, said = ranks.finish(process)
@@ -37,7 +37,7 @@ def test_a_killed_process_costs_the_steps_since_the_last_copy(write_ranks, tmp_p
 def test_a_lost_host_is_replaced_by_its_copy_on_the_other(write_ranks, tmp_path, whole):
     """Two hosts are two folders with a server each; one is emptied while no process runs."""
     config, run = write_ranks(tmp_path), tmp_path / "run"
-    words = "--checkpoint.memory-every 3 --checkpoint.every 40 --run.cpu-devices 2".split()
+    words = "--checkpoint.memory.every 3 --checkpoint.every 40 --run.cpu-devices 2".split()
 
     def attempt(hosts: FakeHosts, **fault: str) -> tuple[list[int], str]:
         coordinator, started = f"127.0.0.1:{ranks.free_port()}", []

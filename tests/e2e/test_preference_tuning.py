@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxpar.checkpoint.branching import branch
-from jaxpar.config import replace
+from jaxpar.config import DpoConfig, replace, value_of
 from jaxpar.config.command_line import load_config
 from jaxpar.data.options import PreparePairsOptions
 from jaxpar.data.prepare.records_command import prepare_records
@@ -69,6 +69,6 @@ def test_it_learns_the_preference_and_resumes_without_the_reference(
 
 def test_the_config_is_that_of_the_model_it_tunes():
     tuned, first = (load_config(name) for name in ("llama_1b_dpo", "llama_1b_lora_chat"))
-    same = ("run.dir", "data.path", "dpo.beta", "optimizer.learning_rate")
-    of = {path: getattr(getattr(first, path.split(".")[0]), path.split(".")[1]) for path in same}
-    assert replace(tuned, **of) == first and tuned.dpo.beta > 0
+    same = ("run.dir", "data.path", "dpo", "optimizer.learning_rate")
+    of = {path: value_of(first, path) for path in same}
+    assert replace(tuned, **of) == first and tuned.dpo == DpoConfig(beta=0.1)

@@ -43,7 +43,7 @@ def setup(tmp_path, devices):
     places = {"run.dir": str(tmp_path / "run"), "data.path": data, "parallel.data": 1}
 
     def make(**values):
-        cfg = config.replace(Config(), **STATE | places | {"checkpoint.memory_every": 1} | values)
+        cfg = config.replace(Config(), **STATE | places | {"checkpoint.memory.every": 1} | values)
         p = cfg.parallel
         n = p.pipeline * p.replica * p.data * p.expert * p.sequence * p.tensor
         return resolve(cfg, n), make_mesh(cfg.parallel, devices[:n])
@@ -71,8 +71,8 @@ MOVES = {
         OF_EXPERTS | {"parallel.expert": 2, "parallel.tensor": 2},
     ),
     "replicas with an average": (
-        {"parallel.replica": 2, "parallel.data": 2, "optimizer.ema_decay": 0.9},
-        {"parallel.data": 8, "optimizer.ema_decay": 0.9},
+        {"parallel.replica": 2, "parallel.data": 2, "optimizer.ema.decay": 0.9},
+        {"parallel.data": 8, "optimizer.ema.decay": 0.9},
     ),
     "moments on the host": (DATA_4 | {"optimizer.offload": True}, DATA_4),
     "small moments": (

@@ -20,8 +20,8 @@ from tests.slow import slow
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
 WORDS = """--train.num-steps 14 --train.log-every 1 --checkpoint.every 14 --evaluation.every 0
---optimizer.ema-decay 0.9""".split()
-COPIES = ["--checkpoint.memory-every", "2"]
+--optimizer.ema.decay 0.9""".split()
+COPIES = ["--checkpoint.memory.every", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -160,8 +160,8 @@ def test_too_little_memory_and_no_launcher_end_the_run_before_it_starts(
     with pytest.raises(ConfigError) as error:
         train_on(2, config_file, *WORDS, *COPIES)
     said = str(error.value)
-    assert "checkpoint.memory_every = 2: needs 0.00" in said and "which has 0.000 GB" in said
-    assert "docker run --shm-size 2g" in said and "--checkpoint.memory-every 0" in said
+    assert "checkpoint.memory.every = 2: needs 0.00" in said and "which has 0.000 GB" in said
+    assert "docker run --shm-size 2g" in said and "--checkpoint.memory None" in said
     monkeypatch.delenv(FOLDER)
     with pytest.raises(ConfigError, match="needs a launcher"):
         train_on(2, config_file, *WORDS, *COPIES)

@@ -41,7 +41,7 @@ from jaxpar.runtime.processes.token import TOKEN_FILE, RunToken
 from tests.memory_checkpoint.hosts import TOKEN, accept
 from tests.ranks import alive, wait_for
 
-ON = replace(Config(), **{"checkpoint.memory_every": 5})
+ON = replace(Config(), **{"checkpoint.memory.every": 5})
 NAME = PieceFile(Group(30, "0123abcd", 2), 7, False)
 
 
@@ -256,7 +256,7 @@ KILLED_LAUNCHER = """
 import os, signal
 from jaxpar.config import Config, replace
 from jaxpar.memory_checkpoint.places import kept_in_memory
-with kept_in_memory(replace(Config(), **{"checkpoint.memory_every": 5})):
+with kept_in_memory(replace(Config(), **{"checkpoint.memory.every": 5})):
     os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -282,7 +282,7 @@ def test_a_launcher_keeps_a_folder_and_deletes_those_of_killed_ones(tmp_path):
 def test_copies_need_a_launcher_and_a_place(tmp_path):
     assert place_of(Config(), {}) is None
     for env, said in {
-        (): "checkpoint.memory_every = 5: needs a launcher.*jaxpar.launch -n 1",
+        (): "checkpoint.memory.every = 5: needs a launcher.*jaxpar.launch -n 1",
         ((FOLDER, "/nowhere"),): "JAXPAR_MEMORY_FOLDER = '/nowhere': is not a folder",
         ((FOLDER, str(tmp_path)), (PEERS, "a:1,b:2"), (HOST, "2")): "not the index of one of 2",
     }.items():

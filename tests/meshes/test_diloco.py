@@ -18,7 +18,7 @@ from jaxpar.certification import distances, traces
 from jaxpar.certification.meshes import parse_meshes
 from jaxpar.certification.small_config import steady
 from jaxpar.certification.traces import max_segments
-from jaxpar.config import Config, DilocoConfig, replace
+from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
 from jaxpar.model.parameters import specs_of
 from jaxpar.monitoring.hlo import collective_bytes
@@ -249,7 +249,7 @@ def test_replicas_with_the_same_rows_are_one_trainer(devices):
     twice = [jax.tree.map(lambda a: np.concatenate([a, a]), batch) for batch in own]
     found_losses, found = trained(*on_mesh(replace(BASE, **fields), "", devices), twice)
     one = {"parallel.replica": 1, "parallel.data": 1, "train.global_batch_size": rows}
-    alone = resolve(replace(BASE, diloco=DilocoConfig(), **one), 1)
+    alone = resolve(replace(BASE, diloco=None, **one), 1)
     losses, wanted = trained(alone, make_mesh(alone.parallel, devices[:1]), own)
     np.testing.assert_allclose(found_losses, losses, rtol=TOLERANCE)
     start = traces.to_host(traces.initial_params(specs_of(BASE), BASE.train.seed))
@@ -268,7 +268,7 @@ def test_when_fragments_are_due():
         8: [0],
         10: [0, 1],  # the last step: nothing is lost
     }
-    assert not any(due(s, replace(cfg, diloco=DilocoConfig())) for s in range(11))
+    assert not any(due(s, replace(cfg, diloco=None)) for s in range(11))
 
 
 def test_when_an_overlap_begins_and_ends():
@@ -309,7 +309,7 @@ def test_what_replicas_exchange(devices):
         for i, wanted_bytes in enumerate(fragment_bytes(of)):
             kinds = sent(make_outer_step(of, mesh, i), state.params, state.extra["diloco"])
             assert sum(kind["bytes"] for kind in kinds.values()) == wanted_bytes
-    plain = replace(cfg, diloco=DilocoConfig())
+    plain = replace(cfg, diloco=None)
     started = init_state(plain, mesh), traces.shard_batch(batches(cfg)[0], cfg, mesh)
     each_step = sent(make_train_step(plain, mesh, max_segments(plain)), *started)
     assert 0 <= each_step["all-reduce"]["bytes"] - gradient_bytes(plain) <= 16  # and the loss

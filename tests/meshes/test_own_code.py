@@ -119,7 +119,7 @@ BASE = replace(
         "train.loss": Smoothed(),
         "train.probes": PROBES,
         "train.post_updates": load_config("extending").train.post_updates,
-        "optimizer.ema_decay": 0.9,
+        "optimizer.ema.decay": 0.9,
     },
 )
 ROUTERS = Probe(name="router", point="router", reduce="mean", value=likeliest)
@@ -194,7 +194,7 @@ def test_own_code_on_a_mesh_agrees_with_the_plain_model(item, cfg):
 
 
 def weighted(cfg: Config, loss: Loss) -> Config:
-    own: dict[str, Any] = {"train.probes": (), "train.post_updates": (), "optimizer.ema_decay": 0.0}
+    own: dict[str, Any] = {"train.probes": (), "train.post_updates": (), "optimizer.ema": None}
     return replace(cfg, **own, **{"train.loss": loss})
 
 
@@ -297,7 +297,7 @@ def test_steps_between_records_of_layers_are_the_same_without_them():
 
 
 def test_the_moving_average_is_that_of_the_weights_after_a_post_update():
-    cfg = replace(BASE, **{"train.probes": (), "optimizer.ema_decay": 0.5})
+    cfg = replace(BASE, **{"train.probes": (), "optimizer.ema.decay": 0.5})
     here, mesh = on_mesh("data=2", cfg)
     state = init_state(here, mesh)
     first = np.asarray(state.params["layers"]["w_down"])

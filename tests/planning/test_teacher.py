@@ -63,12 +63,12 @@ def test_its_forward_pass_may_be_the_peak(teacher):
 
 def test_its_time(teacher):
     """A forward pass: at least its FLOPs at the peak, and less than half of its step."""
-    live, alone = (student(**{"distill.teacher": name}) for name in (str(teacher), ""))
+    live, alone = student(**{"distill.teacher": str(teacher)}), student()
     time, plain = step_time(live, CLUSTER), step_time(alone, CLUSTER)
     model = load_config("llama3_8b").model
     tokens = live.train.global_batch_size * live.data.seq_len / 8
     least = 2 * num_matmul_params(model) * tokens / CLUSTER.gpu.peak.value
-    whole = step_time(resolve(replace(live, **{"model": model, "distill.teacher": ""}), 8), CLUSTER)
+    whole = step_time(resolve(replace(live, **{"model": model, "distill": None}), 8), CLUSTER)
     assert least < time.teacher < whole.total / 2 and plain.teacher == 0
     assert dataclasses.replace(time, teacher=0.0).total == pytest.approx(time.total - time.teacher)
     kept = student(**{"distill.teacher": str(teacher), "distill.cache": "data/x"})

@@ -289,7 +289,7 @@ STATES: dict[str, dict] = {
     "muon": {"optimizer.name": "muon"},
     "adafactor": {"optimizer.name": "adafactor"},
     "float16": {"compute.dtype": "float16"},
-    "moving average": {"optimizer.ema_decay": 0.99},
+    "moving average": {"optimizer.ema.decay": 0.99},
     "adapters": {"lora.rank": 4},
     "diloco": {"diloco.every": 4, "parallel.replica": 2, "parallel.data": 2},
     "feedback": {

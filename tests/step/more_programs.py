@@ -221,7 +221,7 @@ MODELS: dict[str, dict] = {
     "adafactor": axes(data=4, tensor=2) | {"optimizer.name": "adafactor"},
     "lion, 8 bits, moving average": axes(data=2, tensor=4)
     | {"optimizer.name": "lion", "optimizer.first_moment_dtype": "8bit"}
-    | {"optimizer.moment_block": 32, "optimizer.ema_decay": 0.99},
+    | {"optimizer.moment_block": 32, "optimizer.ema.decay": 0.99},
     "host masters": axes(data=8) | {"optimizer.offload": True, "optimizer.offload_masters": True},
     "mup": axes(data=8) | {"model.mup.base_width": 32, "model.mup.base_depth": 2},
     "replicas, int8": REPLICAS | axes(replica_reduction="int8"),

@@ -151,7 +151,7 @@ def test_a_copy_in_memory_has_its_state(train_on, config_with, tmp_path, monkeyp
         return due(self, step)
 
     monkeypatch.setattr(MemoryCheckpointer, "due", patient)
-    words = [*WORDS, "--checkpoint.every", "12", "--checkpoint.memory-every", "3"]
+    words = [*WORDS, "--checkpoint.every", "12", "--checkpoint.memory.every", "3"]
     forever = "StopBelow(loss=0.0),"
     with pytest.raises(jax.errors.JaxRuntimeError):
         train_on(2, config_with(forever + "Fails(step=8),"), *words)

@@ -119,7 +119,7 @@ def fails(*_, **__):
 
 #: A best checkpoint by the moving average.
 OF_EMA = {
-    "optimizer.ema_decay": 0.9,
+    "optimizer.ema.decay": 0.9,
     "checkpoint.best": "ema",
     "train.early_stop_patience": 2,
     "evaluation.sets": (EvaluationSet("web", "data/web"),),

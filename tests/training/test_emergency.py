@@ -76,7 +76,7 @@ def test_with_copies_in_memory_the_first_time_is_saved_there_and_the_second_on_d
 ):
     (memory,) = folders_of(tmp_path / "memory", 1)
     monkeypatch.setenv(FOLDER, str(memory))
-    words = (*WORDS, "--checkpoint.memory-every", "5")
+    words = (*WORDS, "--checkpoint.memory.every", "5")
     fails("before a step", 9, Fault("of this test"))
     run = tmp_path / "run"
     for saved, on_disk in ((8, []), (8, [8])):

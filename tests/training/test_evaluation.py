@@ -89,7 +89,7 @@ def train_evaluated(train_on, write_config, three, dataset):
     """(folder, further fields) -> a run on two devices with sets and a moving average."""
     values = f"""--data.path {three} --evaluation.every 2 --evaluation.num-batches 1
     --evaluation.sets verses:{dataset},seen:{three}:train --evaluation.test True
-    --optimizer.ema-decay 0.6 --optimizer.schedule constant --optimizer.warmup-steps 0
+    --optimizer.ema.decay 0.6 --optimizer.schedule constant --optimizer.warmup-steps 0
     --train.num-steps 4 --checkpoint.every 1 --checkpoint.keep 9"""
 
     def train(folder: Path, *more: str) -> Path:

@@ -155,7 +155,7 @@ def test_adapters_of_a_composed_run(train_on, dataset, tmp_path):
     assert_same(after, before)
     assert all(np.abs(a).max() > 0 for a in adapters.values()) and len(adapters) == 14
     model = load(str(tuned), None, 1, print, code=[str(file)])
-    assert model.cfg.lora.rank == 0
+    assert model.cfg.lora is None
     other = ["--run.dir", str(tmp_path / "other"), "--model.block.mixer.shift", "-3.0"]
     said = r"model\.block\.mixer\.shift = -3\.0: .*base has -4\.0 in a layer .* back to -4\.0"
     with pytest.raises(ConfigError, match=said):

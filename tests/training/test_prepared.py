@@ -69,8 +69,8 @@ RUNS = {
     "moments on the host": (1, "--optimizer.offload True"),
     "replicas, with a moving average": (
         2,
-        "--parallel.replica 2 --guard.replica-check-every 2 --optimizer.ema-decay 0.9"
-        " --optimizer.ema-dtype bfloat16",
+        "--parallel.replica 2 --guard.replica-check-every 2 --optimizer.ema.decay 0.9"
+        " --optimizer.ema.dtype bfloat16",
     ),
 }
 

@@ -146,7 +146,7 @@ def test_a_copy_in_memory_has_it(train_on, config_with, uninterrupted, tmp_path,
         return due(self, step)
 
     monkeypatch.setattr(MemoryCheckpointer, "due", patient)
-    words = [*WORDS, "--checkpoint.every", "12", "--checkpoint.memory-every", "3"]
+    words = [*WORDS, "--checkpoint.every", "12", "--checkpoint.memory.every", "3"]
     with pytest.raises(jax.errors.JaxRuntimeError):
         train_on(2, config_with(callbacks="Fails(step=8),"), *words)
     assert train_on(2, config_with(), *words) == exit_codes.EXIT_OK

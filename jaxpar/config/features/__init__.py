@@ -1,16 +1,15 @@
-"""What is known of features of steps without JAX: rules, names in profiles.
+"""What is known of features of steps without JAX: what turns them on, what they keep.
 
-A file of this folder has the `DECLARATION` of a feature. What checks configs, plans and reads
+A file of this folder has the `DECLARATION` of a feature. What restores, plans and reads
 profiles finds it here, and names no feature.
 """
 
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxpar.config import Config, default_of, replace, value_of
+from jaxpar.config import Config, replace, value_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,9 +17,7 @@ class Declaration:
     """A feature of steps."""
 
     switch: str
-    """The field that turns it on, by another value than its default."""
-    rule: Callable[[Config], None] = lambda cfg: None
-    """Checks its own fields."""
+    """The field, or the section, that turns it on by another value than its default."""
     reads_scores: bool = False
     """Whether its layers compute attention scores a second time."""
     has_state: bool = False
@@ -31,7 +28,7 @@ class Declaration:
     """Names that it uses in `jax.named_scope`."""
 
     def is_on(self, cfg: Config) -> bool:
-        return value_of(cfg, self.switch) != default_of(self.switch)
+        return value_of(cfg, self.switch) != value_of(Config(), self.switch)
 
 
 @functools.cache
@@ -41,15 +38,9 @@ def declarations() -> tuple[Declaration, ...]:
     return tuple(importlib.import_module(name).DECLARATION for name in sorted(modules))
 
 
-def of_features(cfg: Config) -> None:
-    """Check the fields of features."""
-    for one in declarations():
-        one.rule(cfg)
-
-
 def without_state(cfg: Config) -> Config:
     """Return the config without features that have arrays like the parameters."""
-    off = {one.switch: default_of(one.switch) for one in declarations() if one.has_state}
+    off = {o.switch: value_of(Config(), o.switch) for o in declarations() if o.has_state}
     return replace(cfg, **off)
 
 

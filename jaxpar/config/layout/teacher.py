@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxpar.config import Config, ConfigError, DistillConfig, LoraConfig, value_of
+from jaxpar.config import Config, ConfigError, value_of
 from jaxpar.config.validate import resolve
 
 FIELD = "distill.teacher"
@@ -14,11 +14,11 @@ def config_of_teacher(student: Config, there: Config) -> Config:
     Args:     student: resolved. there: of the teacher's run.
     Raises:   ConfigError if the vocabularies differ, or the mesh does not divide the teacher.
     """
-    path = "model.vocab_size"
+    path, named = "model.vocab_size", value_of(student, FIELD)
     if value_of(there, path) != value_of(student, path):
         rule = f"has a model of {value_of(there, path):,} tokens, and the student's has "
         rule += f"{value_of(student, path):,}"
-        raise ConfigError(FIELD, student.distill.teacher, rule, "use models of one tokenizer")
+        raise ConfigError(FIELD, named, rule, "use models of one tokenizer")
     parallel = dataclasses.replace(
         student.parallel, layers_per_stage=(), remat_layers=(), layer_loop="unroll"
     )
@@ -27,16 +27,16 @@ def config_of_teacher(student: Config, there: Config) -> Config:
         student,
         model=there.model,
         compute=compute,
-        lora=LoraConfig(),
+        lora=None,
         parallel=parallel,
-        distill=DistillConfig(),
+        distill=None,
     )
     try:
         return resolve(cfg, _devices(student))
     except ConfigError as error:
         rule = f"has a model that this mesh cannot run: {error.field} {error.rule}"
         fix = "use another mesh, or another teacher"
-        raise ConfigError(FIELD, student.distill.teacher, rule, fix) from error
+        raise ConfigError(FIELD, named, rule, fix) from error
 
 
 def _devices(cfg: Config) -> int:

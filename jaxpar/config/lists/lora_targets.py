@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from jaxpar.components.model import Layer, Model
 from jaxpar.components.weight import Weight
-from jaxpar.config import Config
+from jaxpar.config import LoraConfig
 
 
 def targets_of(model: Model) -> dict[str, tuple[Weight, ...]]:
@@ -29,11 +29,10 @@ def least_side(model: Model, target: str) -> int:
     return min(min(w.num_inputs, w.num_outputs) for w in targets_of(model)[target])
 
 
-def factor(cfg: Config) -> float:
+def factor(lora: LoraConfig) -> float:
     """Return the factor that an adapter's output is multiplied by.
 
     Source:   Hu et al. 2021 (2106.09685), section 4.1; `rank_stabilized`: Kalajdzievski 2023
               (2312.03732), section 3.
     """
-    rank = cfg.lora.rank
-    return cfg.lora.alpha / (math.sqrt(rank) if cfg.lora.rank_stabilized else rank)
+    return lora.alpha / (math.sqrt(lora.rank) if lora.rank_stabilized else lora.rank)

@@ -4,22 +4,17 @@ import difflib
 
 from jaxpar.components.experts import experts_in
 from jaxpar.components.model import Model
-from jaxpar.config import Config, ConfigError, default_of, flag, require, value_of
+from jaxpar.config import Config, ConfigError, flag, require
 from jaxpar.config.lists.lora_targets import least_side, targets_of
+
+OFF = flag("lora", None)
 
 
 def lora(cfg: Config) -> None:
     """Check that the targets exist and that their dimensions are at least the rank."""
-    rank, path = cfg.lora.rank, "lora.rank"
-    if rank == 0:
-        for other in ("lora.alpha", "lora.rank_stabilized", "lora.targets"):
-            default = default_of(other)
-            rule = f"needs adapters, but {path} is 0"
-            ways = flag(path, 16), flag(other, default)
-            require(value_of(cfg, other) == default, cfg, other, rule, *ways)
+    if cfg.lora is None:
         return
-    alpha = cfg.lora.alpha
-    require(alpha > 0, cfg, "lora.alpha", "must be above 0", flag("lora.alpha", 16.0))
+    rank, path = cfg.lora.rank, "lora.rank"
     model, names = cfg.model, cfg.lora.targets.split(",")
     _declarations(cfg, model, names)
     _targets(cfg, model, names)
@@ -38,7 +33,7 @@ def _declarations(cfg: Config, model: Model, names: list[str]) -> None:
                 if w.adapter not in names:
                     continue
                 path, value = f"model.{layer.name}.{role}: {name}", f"adapter {w.adapter}"
-                fix = f"remove {value} from the weight, or {flag('lora.rank', 0)}"
+                fix = f"remove {value} from the weight, or {OFF}"
                 if not term.uses_products:
                     rule = "needs a component that multiplies by linear.products, with "
                     rule += f"uses_products True: {type(term).__name__} gets plain arrays"
@@ -50,7 +45,7 @@ def _declarations(cfg: Config, model: Model, names: list[str]) -> None:
 def _targets(cfg: Config, model: Model, names: list[str]) -> None:
     path, there = "lora.targets", list(targets_of(model))
     rule, rank = "needs a weight that declares an adapter, and no layer has one", "lora.rank"
-    require(bool(there), cfg, rank, rule, flag(rank, 0))
+    require(bool(there), cfg, rank, rule, OFF)
     plain = [name.strip() for name in names]
     near = [m for n in plain for m in difflib.get_close_matches(n, there, n=1, cutoff=0.4)]
     rule = f"must be names from {', '.join(there)}, separated by commas"

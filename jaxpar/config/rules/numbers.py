@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxpar.components.ranges import MAX_INT, Range
 from jaxpar.config import Config, ConfigError, default_of, flag, value_of
-from jaxpar.config.fields import field_types, range_of, refused
+from jaxpar.config.fields import field_types, range_of, refused, turning_off
 from jaxpar.config.layers import numbers_in_layers
 
 #: Of whole numbers whose field declares none.
@@ -15,15 +15,14 @@ _ANY = Range(-MAX_INT - 1, MAX_INT)
 
 def numbers(cfg: Config) -> list[ConfigError]:
     """Return an error for each number that is not in its range."""
-    return [refused(path, value, rule, fix) for path, value, rule, fix in _bad(cfg)]
+    return [
+        refused(path, value, rule, fix, *turning_off(path)) for path, value, rule, fix in _bad(cfg)
+    ]
 
 
 def _bad(cfg: Config) -> Iterator[tuple[str, Any, str, str]]:
     """Yield the path and value of each number that breaks a rule, the rule and a fix."""
     for path in field_types():
-        section = path.rpartition(".")[0]
-        if section in field_types() and value_of(cfg, section) is None:
-            continue
         value, allowed, default = value_of(cfg, path), range_of(path), default_of(path)
         if path == "parallel.data" and value < 1 and value != -1:
             yield (

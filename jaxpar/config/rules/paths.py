@@ -209,7 +209,7 @@ def with_store(cfg: Config) -> Config:
 
     Raises:   ConfigError as `read_address`, or if `run.store` is another address.
     """
-    if not is_address(cfg.run.dir):
+    if not (isinstance(cfg.run.dir, str) and is_address(cfg.run.dir)):
         return cfg
     address = read_address("run.dir", cfg.run.dir)
     if cfg.run.store and cfg.run.store != str(address):

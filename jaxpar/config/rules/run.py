@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from jaxpar.config import Config, ConfigError, default_of, flag, require, value_of
-from jaxpar.config.fields import refused
+from jaxpar.config.fields import refused, turning_off
 from jaxpar.config.lists.held_out_sets import HELD_OUT, TEST
 from jaxpar.config.lists.shares import check_shares
 from jaxpar.config.rules.paths import (
@@ -30,8 +30,9 @@ def places(cfg: Config) -> None:
         require(ok, cfg, path, "must name a folder", flag(path, default_of(path)))
     _paths("data.mixture", cfg.data.mixture)
     for path in ("data.path", "data.held_out", "run.init_from", "distill.teacher"):
-        if path != "data.path" or not cfg.data.mixture:
-            check_path_or_address(path, value_of(cfg, path), f"use {flag(path, default_of(path))}")
+        name = value_of(cfg, path)  # None in a section that is off
+        if name is not None and (path != "data.path" or not cfg.data.mixture):
+            check_path_or_address(path, name, f"use {flag(path, default_of(path))}")
     for path in ("run.dir", "run.compilation_cache", "data.cache_dir"):
         check_path(path, value_of(cfg, path), "use " + flag(path, default_of(path)))
     if cfg.run.store:
@@ -88,10 +89,10 @@ def saving(cfg: Config) -> None:
     path = "checkpoint.resume"
     ok = cfg.checkpoint.resume != "must" or every > 0
     require(ok, cfg, path, needs, some, flag(path, "auto"))
-    path = "checkpoint.memory_every"
+    path, memory = "checkpoint.memory.every", cfg.checkpoint.memory
     rule = f"must be at most checkpoint.every = {every}, whose checkpoints would always be newer"
-    ok = every == 0 or cfg.checkpoint.memory_every <= every
-    require(ok, cfg, path, rule, flag(path, max(every // 10, 1)), flag(path, 0))
+    ok = memory is None or every == 0 or memory.every <= every
+    require(ok, cfg, path, rule, flag(path, max(every // 10, 1)), *turning_off(path))
 
 
 def evaluation(cfg: Config) -> None:
@@ -115,7 +116,7 @@ def evaluation(cfg: Config) -> None:
 def best(cfg: Config) -> None:
     """Check that the best checkpoint has a metric that is evaluated, and can be saved."""
     path, name, e = "checkpoint.best", cfg.checkpoint.best, cfg.evaluation
-    names = [HELD_OUT, *([AVERAGED] if cfg.optimizer.averages else [])]
+    names = [HELD_OUT, *([AVERAGED] if cfg.optimizer.ema else [])]
     names += [one.name for one in e.sets]
     rule = f"must be what is evaluated, {', '.join(names)}, or empty"
     require(not name or name in names, cfg, path, rule, flag(path, HELD_OUT))

@@ -2,16 +2,16 @@
 
 import dataclasses
 import difflib
-import functools
 import math
 import types
 import typing
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from jaxpar.components.model import Layer
 from jaxpar.config import Config, ConfigError, default_of, flag
 from jaxpar.config.fields import field_types, section_of
-from jaxpar.config.layers import check_layers
+from jaxpar.config.layers import FIELD, check_layers
 from jaxpar.config.listed import (
     form,
     has_fields,
@@ -26,32 +26,41 @@ from jaxpar.config.numerals import number
 from jaxpar.config.values import OR_NAMES, Value, check_values
 
 
-def check_types(cfg: Config) -> None:
-    """Raise ConfigError for the first field whose value has the wrong type."""
-    _check_types(cfg, "")
+def wrong_types(cfg: Config) -> list[ConfigError]:
+    """Return an error for each field whose value has the wrong type."""
+    return list(_wrong(cfg, ""))
 
 
-def _check_types(node: Any, prefix: str) -> None:
-    hints = _hints_of(type(node))  # type: ignore[arg-type]
+def wrong_sections(cfg: Config) -> list[ConfigError]:
+    """Return the errors of sections, and of layers as a whole: no field of them can be changed."""
+    known = field_types()
+    whole = {path for path, hint in known.items() if path == FIELD or section_of(hint)}
+    return [error for error in wrong_types(cfg) if error.field in whole]
+
+
+def _wrong(node: Any, prefix: str) -> Iterator[ConfigError]:
     for field in dataclasses.fields(node):
-        value, path, hint = getattr(node, field.name), prefix + field.name, hints[field.name]
-        if Value in typing.get_args(hint) and not (path in OR_NAMES and isinstance(value, str)):
-            check_values(path, value)
+        value, path = getattr(node, field.name), prefix + field.name
+        try:
+            check_type(path, value)
+        except ConfigError as error:
+            yield error
             continue
-        if Layer in typing.get_args(hint):
-            check_layers(value)
-            continue
-        if not fits(value, hint):
-            where, part, inner = _misfit(path, value, hint)
-            rule = f"must be {describe(inner)}{_unread(value, hint)}"
-            raise ConfigError(where, part, rule, f"use {_example(path, value, hint)}")
-        if dataclasses.is_dataclass(value):
-            _check_types(value, path + ".")
+        if value is not None and section_of(field_types()[path]) is not None:
+            yield from _wrong(value, f"{path}.")
 
 
-@functools.cache
-def _hints_of(section: type) -> dict[str, Any]:
-    return typing.get_type_hints(section)
+def check_type(path: str, value: Any) -> None:
+    """Raise ConfigError if a field cannot have a value, because of its type."""
+    hint = field_types()[path]
+    if Value in typing.get_args(hint) and not (path in OR_NAMES and isinstance(value, str)):
+        check_values(path, value)
+    elif Layer in typing.get_args(hint):
+        check_layers(value)
+    elif not fits(value, hint):
+        where, part, inner = _misfit(path, value, hint)
+        rule = f"must be {describe(inner)}{_unread(value, hint)}"
+        raise ConfigError(where, part, rule, f"use {_example(path, value, hint)}")
 
 
 def fits(value: Any, hint: Any) -> bool:

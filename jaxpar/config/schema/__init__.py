@@ -15,9 +15,9 @@ from jaxpar.config.schema.data import DataConfig
 from jaxpar.config.schema.diloco import DilocoConfig
 from jaxpar.config.schema.metrics import MetricsConfig, ProfileConfig
 from jaxpar.config.schema.objectives import DistillConfig, DpoConfig
-from jaxpar.config.schema.optimizer import OptimizerConfig
+from jaxpar.config.schema.optimizer import EmaConfig, OptimizerConfig
 from jaxpar.config.schema.parallel import ClusterConfig, ParallelConfig
-from jaxpar.config.schema.run import CheckpointConfig, GuardConfig, RunConfig
+from jaxpar.config.schema.run import CheckpointConfig, GuardConfig, MemoryConfig, RunConfig
 from jaxpar.config.schema.train import EvaluationConfig, LoraConfig, TrainConfig
 
 __all__ = [
@@ -29,9 +29,11 @@ __all__ = [
     "DilocoConfig",
     "DistillConfig",
     "DpoConfig",
+    "EmaConfig",
     "EvaluationConfig",
     "GuardConfig",
     "LoraConfig",
+    "MemoryConfig",
     "MetricsConfig",
     "OptimizerConfig",
     "ParallelConfig",
@@ -54,15 +56,19 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     model: Model = field(default=_MODEL)
     compute: ComputeConfig = field(default_factory=ComputeConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    dpo: DpoConfig = field(default_factory=DpoConfig)
-    distill: DistillConfig = field(default_factory=DistillConfig)
+    lora: LoraConfig | None = None
+    """None: all weights are trained."""
+    dpo: DpoConfig | None = None
+    """None: no preference loss."""
+    distill: DistillConfig | None = None
+    """None: no distillation."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-    diloco: DilocoConfig = field(default_factory=DilocoConfig)
+    diloco: DilocoConfig | None = None
+    """None: replicas sum their gradients at every step."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

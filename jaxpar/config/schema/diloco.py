@@ -10,9 +10,8 @@ from jaxpar.components.ranges import Fraction, Positive, Range
 class DilocoConfig:
     """Replicas that train on their own, with outer steps (DiLoCo)."""
 
-    every: Annotated[int, Range(0, 1_000_000)] = 0
-    """Inner steps between the outer steps of a weight (H). 0: no DiLoCo; replicas sum their
-    gradients at every step."""
+    every: Annotated[int, Range(1, 1_000_000, 50)]
+    """Inner steps between the outer steps of a weight (H)."""
     outer_learning_rate: Positive = 0.7
     """Learning rate of the outer step. 1, without momentum, averages the replicas' weights."""
     outer_momentum: Fraction = 0.9

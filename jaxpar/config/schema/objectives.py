@@ -3,16 +3,16 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from jaxpar.components.ranges import NotNegative, Positive, Reals
+from jaxpar.components.ranges import Example, Positive, Reals
 
 
 @dataclass(frozen=True, kw_only=True)
 class DpoConfig:
     """Preference tuning on pairs of responses (DPO)."""
 
-    beta: NotNegative = 0.0
-    """Factor of the implicit reward, log(policy / reference). 0.1 is usual; a larger one keeps the
-    policy closer to the reference. 0: no preference loss."""
+    beta: Positive = 0.1
+    """Factor of the implicit reward, log(policy / reference). A larger one keeps the policy closer
+    to the reference."""
     label_smoothing: Annotated[float, Reals(0, 0.5, below=True)] = 0.0
     """Share of the pairs whose preference is assumed to be wrong (cDPO)."""
     too_long: Literal["error", "drop"] = "error"
@@ -23,8 +23,8 @@ class DpoConfig:
 class DistillConfig:
     """Distillation from a teacher model."""
 
-    teacher: str = ""
-    """Run whose model is the teacher, with the same tokenizer. Empty: no distillation."""
+    teacher: Annotated[str, Example("runs/teacher")]
+    """Run whose model is the teacher, with the same tokenizer."""
     cache: str = ""
     """Folder of what the teacher says of the training data, which `python -m jaxpar.data teacher`
     writes: training then needs no teacher in memory. Empty: the teacher runs before each step."""

@@ -1,6 +1,5 @@
 """The section `optimizer`: update rules, schedules, moments."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -12,6 +11,16 @@ from jaxpar.config.values import Value
 Weights = Literal["trained", "ema"]
 TRAINED: Weights = "trained"
 AVERAGED: Weights = "ema"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmaConfig:
+    """A moving average of the weights (EMA)."""
+
+    decay: Annotated[float, Reals(0, 1, above=True, below=True)] = 0.999
+    """Decay rate."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Storage dtype; bfloat16 uses stochastic rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +67,8 @@ class OptimizerConfig:
     """Storage dtype of adamw's second moment."""
     moment_block: Annotated[int, Range(16)] = 128
     """Largest number of neighboring elements that share a scale, for moments in 8bit."""
-    ema_decay: Fraction = 0.0
-    """Decay rate of a moving average of the weights (EMA), such as 0.999. 0: none."""
-    ema_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Storage dtype of the moving average; bfloat16 uses stochastic rounding."""
+    ema: EmaConfig | None = None
+    """Moving average of the weights. None: none is kept."""
     offload: bool = False
     """Keep the moments in host memory between steps and update them layer by layer."""
     offload_masters: bool = False
@@ -82,12 +89,3 @@ class OptimizerConfig:
     qk_clip: NotNegative = 0.0
     """Largest attention logit: after an update, the query and key weights of heads above it shrink
     (MuonClip; Kimi K2: 100). For every rule. 0: no limit."""
-
-    @property
-    def averages(self) -> bool:
-        """Whether the state has a moving average of the weights."""
-        return self.ema_decay > 0
-
-    def averaging(self, on: bool) -> "OptimizerConfig":
-        """Return the same with or without a moving average."""
-        return dataclasses.replace(self, ema_decay=0.5 * on)

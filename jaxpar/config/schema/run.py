@@ -37,6 +37,16 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemoryConfig:
+    """Copies of the state in the memory of hosts, from which a launcher's restart resumes."""
+
+    every: Annotated[int, Range(1, good=50)]
+    """Steps between copies (docs/checkpoints.md#in-the-memory-of-hosts)."""
+    copies: Natural = 1
+    """Other hosts that also hold each piece of a copy, if there are as many."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When to save checkpoints and whether to resume from one."""
 
@@ -53,11 +63,8 @@ class CheckpointConfig:
     none."""
     save_failures_allowed: Natural = 3
     """Consecutive saves that may fail with a warning; one more ends the run with code 1."""
-    memory_every: Natural = 0
-    """Steps between copies of the state in the memory of hosts, from which a launcher's restart
-    resumes (docs/checkpoints.md#in-the-memory-of-hosts). 0: none."""
-    memory_copies: Natural = 1
-    """Other hosts that also hold each piece of a copy in memory, if there are as many."""
+    memory: MemoryConfig | None = None
+    """Copies of the state in the memory of hosts. None: none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from jaxpar.components.ranges import Count, Natural, NotNegative, Range
+from jaxpar.components.ranges import Count, Natural, NotNegative, Positive, Range
 from jaxpar.config.rules.limits import MAX_SEQUENCE
 from jaxpar.config.schema.items import BatchSize, EvaluationSet, LossWeight
 from jaxpar.config.values import Value
@@ -71,9 +71,9 @@ class TrainConfig:
 class LoraConfig:
     """Fine-tuning with low-rank adapters on frozen base weights (LoRA)."""
 
-    rank: Natural = 0
-    """Rank of the adapters; only they are trained. 0: no adapters, all weights are trained."""
-    alpha: float = 16.0
+    rank: Annotated[int, Range(1, good=16)]
+    """Rank of the adapters; only they are trained."""
+    alpha: Positive = 16.0
     """Adapter outputs are multiplied by alpha / rank."""
     rank_stabilized: bool = False
     """Multiply them by alpha / sqrt(rank) instead (rsLoRA)."""

@@ -133,8 +133,8 @@ def open_checkpoint(
         dtype = dtype_of(carried) if carried else cfg.compute.dtype
     arrays = open_run(run, cfg, step, weights)
     cfg = without_padding(run, cfg)
-    if cfg.lora.rank:
-        arrays = MergedArrays(arrays, cfg)
+    if cfg.lora:
+        arrays = MergedArrays(arrays, cfg.lora)
     return Opened(run=Path(run), step=step, config=cfg, dtype=dtype, arrays=arrays)
 
 

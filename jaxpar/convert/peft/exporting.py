@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxpar.checkpoint import saved_steps
 from jaxpar.components.weight import Weight, vector
-from jaxpar.config import Config, ConfigError
+from jaxpar.config import Config, ConfigError, present
 from jaxpar.config.rules.paths import is_address
 from jaxpar.convert import selfcheck
 from jaxpar.convert.hf.composed import differences
@@ -63,7 +63,7 @@ def adapter_entries(family: Family, cfg: Config) -> list[Entry]:
         cut = len(entry.ours) - entry.columns
         inputs, outputs = entry.ours[1:cut], entry.ours[cut:]
         module = _PREFIX + entry.name.removesuffix("weight")
-        sizes = {**entry.sizes, "R": cfg.lora.rank}
+        sizes = {**entry.sizes, "R": present(cfg.lora).rank}
         of = functools.partial(Entry, sizes=sizes, layers=entry.layers)
         found += [
             of(path + A, f"{module}lora_A.weight", f"L{inputs}R", f"R {inputs}"),
@@ -94,7 +94,7 @@ def _targeted(family: Family, cfg: Config) -> list[tuple[str, Entry]]:
     table = entry_table(family, cfg.model)
     return [
         (target, entry)
-        for target in cfg.lora.targets.split(",")
+        for target in present(cfg.lora).targets.split(",")
         for entry in table
         if _declared(entry, cfg).adapter == target
     ]
@@ -111,15 +111,15 @@ def _declared(entry: Entry, cfg: Config) -> Weight:
 def adapter_config(family: Family, cfg: Config, base: str | None) -> dict[str, Any]:
     """Make adapter_config.json, with only keys that every version of PEFT knows."""
     names = [entry.name.split(".")[-2] for _, entry in _targeted(family, cfg)]
-    alpha = cfg.lora.alpha
+    lora = present(cfg.lora)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "inference_mode": True,
-        "r": cfg.lora.rank,
-        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
-        "use_rslora": cfg.lora.rank_stabilized,
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
+        "use_rslora": lora.rank_stabilized,
         "lora_dropout": 0.0,
         "target_modules": list(dict.fromkeys(names)),
         "bias": "none",

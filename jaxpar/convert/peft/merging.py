@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxpar.config import Config
+from jaxpar.config import Config, LoraConfig, present
 from jaxpar.config.lists.lora_targets import factor
 from jaxpar.convert import selfcheck
 from jaxpar.convert.run_arrays import RunArrays
@@ -19,10 +19,10 @@ class MergedArrays(RunArrays):
     verified before the first read.
     """
 
-    def __init__(self, arrays: RunArrays, cfg: Config):
+    def __init__(self, arrays: RunArrays, lora: LoraConfig):
         super().__init__(arrays.by_path, {}, arrays.where)
         self.own, self._compared = arrays, False
-        self._factor = np.float32(factor(cfg))
+        self._factor = np.float32(factor(lora))
 
     def read(self, path: str, box: Box) -> np.ndarray:
         """Read the float32 values of a box, and the matching parts of both adapter matrices."""
@@ -55,7 +55,8 @@ def unmerged_reader(arrays: RunArrays, cfg: Config, dtype: str = "float32") -> s
 
 def with_factor(read: selfcheck.Read, cfg: Config) -> selfcheck.Read:
     """Wrap a reader to multiply each adapter's second matrix by the factor."""
-    return lambda path, box: read(path, box) * np.float32(factor(cfg) if path.endswith(B) else 1)
+    of_b = np.float32(factor(present(cfg.lora)))
+    return lambda path, box: read(path, box) * (of_b if path.endswith(B) else np.float32(1))
 
 
 def check_merge(

@@ -157,7 +157,9 @@ def balanced(params: Tree, counts: jax.Array, cfg: Config) -> Tree:
 
 def scale_adapters(params: Tree, cfg: Config) -> Tree:
     """Scale the second matrix of each adapter by `lora.alpha`, as `block` expects."""
-    r = max(cfg.lora.rank, 1)
+    if cfg.lora is None:
+        return params
+    r = cfg.lora.rank
     scale = cfg.lora.alpha / (r**0.5 if cfg.lora.rank_stabilized else r)
     scaled = lambda n, w: w * scale if n.endswith("_lora_b") else w  # noqa: E731
     return {

@@ -161,9 +161,9 @@ def _replica(cfg: Config, shard: Shard, cluster: Cluster) -> Traffic | None:
     if ranks == 1 or not shard.trainable:
         return None
     sent, exposed = sent_over_replicas(cfg), rates.EXPOSED["replica"]
-    if every := cfg.diloco.every:  # an outer step, spread over the steps between
-        sent *= jnp.dtype(cfg.diloco.outer_dtype).itemsize / 4 / every
-        exposed = exposed if cfg.diloco.overlap else 1.0
+    if d := cfg.diloco:  # an outer step, spread over the steps between
+        sent *= jnp.dtype(d.outer_dtype).itemsize / 4 / d.every
+        exposed = exposed if d.overlap else 1.0
     seconds = sent / ring_bandwidth(ranks, here, cluster)
     passes = compression_seconds(cfg, cluster.gpu)
     if passes:

@@ -328,7 +328,7 @@ def head_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     reads += 3 if cfg.model.logits_softcap is not None else 0  # and the capped logits written
     moved = (reads * logit + shard.width) * n * shard.vocab
     flops = (4 + 2 * shard.trainable) * n * D * shard.vocab
-    if cfg.dpo.beta or cfg.distill.teacher:  # the backward computes the logits again
+    if cfg.dpo or cfg.distill:  # the backward computes the logits again
         flops, moved = flops + 2 * n * D * shard.vocab, moved + 2 * logit * n * shard.vocab
     once = Seconds(matmul=flops / rate, elementwise=moved / elementwise_rate(gpu))
     return once.times(1 + cfg.model.mtp_depth)
@@ -410,7 +410,7 @@ def optimizer_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> float:
     masters both ways, and masters once more at the start of the step. A rule that needs matrices
     also iterates on them. Inner steps of DiLoCo leave its outer weights and momentum alone.
     """
-    weights, moments = state_bytes(replace(cfg, **{"diloco.every": 0, "diloco.overlap": 0}))
+    weights, moments = state_bytes(replace(cfg, diloco=None))
     moved = 5 * weights * shard.trainable + 2 * moments
     if uses_blocks(cfg.optimizer):
         moved += weights * shard.trainable + moments

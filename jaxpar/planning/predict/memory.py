@@ -100,7 +100,7 @@ def memory_of(
 
         moments += [(_at_update, late)] * bool(matrices.exchanged_of(cfg))
     frozen, in_teacher = 0.0, list[MemoryForecast]()
-    if cfg.distill.teacher:
+    if cfg.distill:
         from jaxpar.planning.predict import teacher
 
         if (taught := teacher.teacher_of(cfg)) is not None:
@@ -420,9 +420,9 @@ def _loss_bytes(cfg: Config, shard: Shard) -> float:
     distillation two distributions), and keep the head's input.
     """
     n = num_chunks(shard.tokens, shard.vocab, cfg.parallel.loss_chunks)
-    if cfg.dpo.beta or cfg.distill.teacher:
+    if cfg.dpo or cfg.distill:
         kept = shard.width * shard.tokens * cfg.model.d_model
-        wide = 12 if cfg.distill.teacher else 8
+        wide = 12 if cfg.distill else 8
         chunk = (wide + shard.width) * shard.tokens / n * shard.vocab
         return 4 * shard.table * shard.trainable + chunk + kept
     logits = 4 if cfg.compute.logits_dtype == "float32" else 0
@@ -433,7 +433,7 @@ def _loss_bytes(cfg: Config, shard: Shard) -> float:
 
 def _logits_beside_exponentials(cfg: Config, shard: Shard) -> float:
     """A chunk of logits in the compute dtype, which the softmax's kernel would overwrite."""
-    if cfg.compute.logits_dtype == "float32" or cfg.dpo.beta or cfg.distill.teacher:
+    if cfg.compute.logits_dtype == "float32" or cfg.dpo or cfg.distill:
         return 0.0  # `_loss_bytes` has them
     n = num_chunks(shard.tokens, shard.vocab, cfg.parallel.loss_chunks)
     return shard.width * shard.tokens / n * shard.vocab
@@ -454,7 +454,7 @@ def _in_a_layer(cfg: Config, shard: Shard) -> float:
 def _buffers(cfg: Config, shard: Shard) -> float:
     m, p = cfg.model, cfg.parallel
     stream = shard.tokens * shard.width * m.d_model / p.tensor
-    of_token = 16 + 8 * cfg.distill.top_k * bool(cfg.distill.teacher)
+    of_token = 16 + 8 * (cfg.distill.top_k if cfg.distill else 0)
     batch = of_token * cfg.train.global_batch_size * cfg.data.seq_len
     batch //= p.replica * p.data * p.expert * p.sequence
     keys = 0.0

@@ -81,9 +81,9 @@ def feedback_bytes(cfg: Config) -> int:
 def _bytes_on_device(
     model: Model,
     compute: ComputeConfig,
-    lora: LoraConfig,
+    lora: LoraConfig | None,
     optimizer: OptimizerConfig,
-    diloco: DilocoConfig,
+    diloco: DilocoConfig | None,
     sizes: tuple[int, ...],
 ) -> tuple[int, int]:
     ways_of = dict(zip(AXES, sizes, strict=True))
@@ -92,7 +92,7 @@ def _bytes_on_device(
         cut = lambda leaf: math.prod(ways_of[axis] for axis in leaf.axes)  # noqa: E731
         return sum(leaf.size * leaf.itemsize // cut(leaf) for leaf in leaves)
 
-    replicas = ways_of[REPLICA] if diloco.every else 1
+    replicas = ways_of[REPLICA] if diloco else 1
     weights, rest = _state_leaves(model, compute, lora, optimizer, diloco, replicas)
     return on_device(weights), on_device(rest)
 
@@ -101,9 +101,9 @@ def _bytes_on_device(
 def _state_leaves(
     model: Model,
     compute: ComputeConfig,
-    lora: LoraConfig,
+    lora: LoraConfig | None,
     optimizer: OptimizerConfig,
-    diloco: DilocoConfig,
+    diloco: DilocoConfig | None,
     replicas: int,
 ) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
     parallel = ParallelConfig(replica=replicas)
@@ -190,7 +190,7 @@ class Shard:
     fsdp, expert_fsdp   number of FSDP shards, and of those of the experts' matrices.
     width               bytes of an element in the compute dtype.
     execution           how the config is executed on GPUs.
-    trainable           whether training updates the parameters. With adapters (`lora.rank`) they
+    trainable           whether training updates the parameters. With adapters (`lora`) they
                         are frozen, without gradients or moments. Adapters are too small to count.
     imbalance           load of the fullest rank of the expert axis, relative to the mean.
     """
@@ -265,7 +265,7 @@ def shard_of(cfg: Config, imbalance: float = EXPERT_IMBALANCE) -> Shard:
         expert_fsdp=ways(cfg, EXPERT_FSDP_AXES),
         width=jnp.dtype(cfg.compute.dtype).itemsize,
         execution=execution,
-        trainable=cfg.lora.rank == 0,
+        trainable=cfg.lora is None,
         imbalance=imbalance if expert_ways(p) > 1 else 1.0,
     )
 

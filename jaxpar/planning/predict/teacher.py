@@ -22,10 +22,10 @@ def teacher_of(cfg: Config) -> Config | None:
               `check_teacher` refuses.
     Raises:   ConfigError as `config_of_teacher`.
     """
-    if not cfg.distill.teacher or cfg.distill.cache:
+    if not cfg.distill or cfg.distill.cache:
         return None
     try:
-        there = _config_of(cfg)
+        there = _config_of(cfg.distill.teacher)
     except ConfigError:
         return None
     taught = config_of_teacher(cfg, there)
@@ -34,23 +34,23 @@ def teacher_of(cfg: Config) -> Config | None:
 
 def check_teacher(cfg: Config) -> None:
     """Raise ConfigError if a teacher in memory has an unknown model, and cannot be counted."""
-    if not cfg.distill.teacher or cfg.distill.cache:
+    if not cfg.distill or cfg.distill.cache:
         return
     try:
-        _config_of(cfg)
+        _config_of(cfg.distill.teacher)
     except ConfigError as error:
         rule = f"has a model that the plan cannot count: {error.rule}"
         fix = "use the folder of a run, or --distill.cache to plan without it"
         raise ConfigError(FIELD, cfg.distill.teacher, rule, fix) from error
 
 
-def _config_of(cfg: Config) -> Config:
+def _config_of(named: str) -> Config:
     """Read the config of the teacher's run. Raises:   ConfigError."""
     from jaxpar.stores.reading import run_at  # a store is read only for a teacher
 
-    folder = run_at(FIELD, cfg.distill.teacher, checkpoints=False)
+    folder = run_at(FIELD, named, checkpoints=False)
     if folder is None:
-        raise ConfigError(FIELD, cfg.distill.teacher, "contains no run", "use the run.dir of a run")
+        raise ConfigError(FIELD, named, "contains no run", "use the run.dir of a run")
     return load_run(str(folder))
 
 

@@ -113,7 +113,7 @@ def step_time(cfg: Config, cluster: Cluster, imbalance: float = EXPERT_IMBALANCE
 
 
 @functools.cache
-def _model_flops(model: Model, lora: LoraConfig, seq_len: int, causal: bool) -> float:
+def _model_flops(model: Model, lora: LoraConfig | None, seq_len: int, causal: bool) -> float:
     return train_flops_per_token(model, seq_len, causal=causal, lora=lora)
 
 

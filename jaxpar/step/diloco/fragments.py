@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.config import Config
+from jaxpar.config import Config, present
 from jaxpar.model.parameters import specs_of
 from jaxpar.parallel.collectives import all_gather_invariant, all_to_all, psum
 from jaxpar.sharding.axes import REPLICA
@@ -27,7 +27,7 @@ class Fragment:
     """Fragment i, on arrays by name."""
 
     def __init__(self, cfg: Config, i: int):
-        self._i, self._n, self._specs = i, cfg.diloco.fragments, flat(specs_of(cfg))
+        self._i, self._n, self._specs = i, present(cfg.diloco).fragments, flat(specs_of(cfg))
 
     @property
     def names(self) -> list[str]:
@@ -58,7 +58,7 @@ def nesterov(
     cfg: Config, outer: jax.Array, momentum: jax.Array, gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the new outer weights and momentum."""
-    d = cfg.diloco
+    d = present(cfg.diloco)
     momentum = d.outer_momentum * momentum + gradient
     return outer - d.outer_learning_rate * (gradient + d.outer_momentum * momentum), momentum
 

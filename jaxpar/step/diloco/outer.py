@@ -14,12 +14,12 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxpar.config import Config
+from jaxpar.config import Config, present
 from jaxpar.sharding.params import flat
 from jaxpar.step.diloco import overlap
 from jaxpar.step.diloco.fragments import Fragment, mean_of_replicas, nesterov
 from jaxpar.step.diloco.overlap import applied, begun, due
-from jaxpar.step.diloco.trainers import MOMENTUM, WEIGHTS, tree
+from jaxpar.step.diloco.trainers import MOMENTUM, WEIGHTS, overlap_of, tree
 from jaxpar.step.state import TrainState, state_shardings, state_specs
 
 
@@ -28,9 +28,9 @@ class OuterSteps:
 
     def __init__(self, cfg: Config, mesh: Mesh):
         self._cfg = cfg
-        fragments = range(cfg.diloco.fragments if cfg.diloco.every else 0)
+        fragments = range(cfg.diloco.fragments if cfg.diloco else 0)
         self._whole = [make_outer_step(cfg, mesh, i) for i in fragments]
-        overlapped = fragments if cfg.diloco.overlap else ()
+        overlapped = fragments if overlap_of(cfg) else ()
         self._begin = [make_begin(cfg, mesh, i) for i in overlapped]
         self._apply = [make_apply(cfg, mesh, i) for i in overlapped]
 
@@ -44,7 +44,7 @@ class OuterSteps:
 
         Returns:  the state, which is the same without DiLoCo.
         """
-        if not self._cfg.diloco.overlap or done == self._cfg.train.num_steps:
+        if not overlap_of(self._cfg) or done == self._cfg.train.num_steps:
             for i in due(done, self._cfg):
                 state = self.step(i, state)
             return state
@@ -126,7 +126,7 @@ def outer_step(cfg: Config, fragment: int, params: Any, diloco: Any) -> tuple[An
     for name in here.names:
         before, then = here.part(name, outer[name]), here.part(name, momentum[name])
         gradient = before - here.part(name, own[name][0])
-        mean = mean_of_replicas(gradient, cfg.diloco.outer_dtype)
+        mean = mean_of_replicas(gradient, present(cfg.diloco).outer_dtype)
         new, then = nesterov(cfg, before, then, mean)
         outer[name] = here.put(name, outer[name], new)
         momentum[name] = here.put(name, momentum[name], then)

@@ -15,11 +15,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.config import Config
+from jaxpar.config import Config, present
 from jaxpar.parallel.collectives import varying_axes
 from jaxpar.sharding.params import flat
 from jaxpar.step.diloco.fragments import Fragment, mean_of_replicas, nesterov
-from jaxpar.step.diloco.trainers import ARRIVED, MOMENTUM, OUTGOING, WEIGHTS, tree, with_exchange
+from jaxpar.step.diloco.trainers import (
+    ARRIVED,
+    MOMENTUM,
+    OUTGOING,
+    WEIGHTS,
+    overlap_of,
+    tree,
+    with_exchange,
+)
 from jaxpar.step.metrics import Step
 
 # ------------- When fragments have their outer steps, and with an overlap, when those begin and end
@@ -37,7 +45,7 @@ def due(done: int, cfg: Config) -> list[int]:
     After the last step of the run, all of them do: no inner step is lost.
     """
     d = cfg.diloco
-    if not d.every:
+    if d is None:
         return []
     if done == cfg.train.num_steps:
         return list(range(d.fragments))
@@ -51,7 +59,7 @@ def begun(done: int, cfg: Config) -> int | None:
     outer step.
     """
     d = cfg.diloco
-    if not d.overlap or done + d.overlap >= cfg.train.num_steps:
+    if d is None or not d.overlap or done + d.overlap >= cfg.train.num_steps:
         return None
     turn, since = divmod(done, spacing(cfg))
     return turn % d.fragments if turn > 0 and not since else None
@@ -59,20 +67,21 @@ def begun(done: int, cfg: Config) -> int | None:
 
 def under_way(done: int, cfg: Config) -> int | None:
     """Return the fragment whose outer gradient the step after `done` steps exchanges a part of."""
-    if not cfg.diloco.overlap:
-        return None
-    since = done % spacing(cfg)
-    return begun(done - since, cfg) if since < cfg.diloco.overlap else None
+    steps = overlap_of(cfg)
+    since = done % spacing(cfg) if steps else 0
+    return begun(done - since, cfg) if since < steps else None
 
 
 def applied(done: int, cfg: Config) -> int | None:
     """Return the fragment whose exchanged gradient is applied after `done` steps; None if none."""
-    return begun(done - cfg.diloco.overlap, cfg) if cfg.diloco.overlap else None
+    steps = overlap_of(cfg)
+    return begun(done - steps, cfg) if steps else None
 
 
 def spacing(cfg: Config) -> int:
     """Return the inner steps between the outer steps of two fragments."""
-    return cfg.diloco.every // cfg.diloco.fragments
+    d = present(cfg.diloco)
+    return d.every // d.fragments
 
 
 # ------------------------------------------------------ What is exchanged, and the programs that do
@@ -83,14 +92,14 @@ def programs_of_steps(cfg: Config) -> list[int | None]:
 
     Fragments with the same arrays share the program of the first of them.
     """
-    if not cfg.diloco.overlap:
+    if not overlap_of(cfg):
         return [None]
-    return [None, *sorted({same_program(cfg, i) for i in range(cfg.diloco.fragments)})]
+    return [None, *sorted({same_program(cfg, i) for i in range(present(cfg.diloco).fragments)})]
 
 
 def same_program(cfg: Config, fragment: int) -> int:
     """Return the first fragment that has the same arrays."""
-    return fragment if fragment in (0, cfg.diloco.fragments - 1) else 1
+    return fragment if fragment in (0, present(cfg.diloco).fragments - 1) else 1
 
 
 # ------------------------------------------------- inside the shard_map, on local shards
@@ -115,7 +124,7 @@ def exchange(cfg: Config, fragment: int, diloco: Any) -> Any:
     """
     outgoing, arrived = flat(diloco[OUTGOING]), flat(diloco[ARRIVED])
     for name in Fragment(cfg, fragment).names:
-        arrived[name] = mean_of_replicas(outgoing[name][0], cfg.diloco.outer_dtype)
+        arrived[name] = mean_of_replicas(outgoing[name][0], present(cfg.diloco).outer_dtype)
     return diloco | {ARRIVED: tree(arrived)}
 
 
@@ -157,10 +166,11 @@ def _with_parts(
 
     The last parts overlap if the elements do not divide: the same means are written again.
     """
-    sizes = {name: -(-x.size // cfg.diloco.overlap) for name, x in own.items()}
+    d = present(cfg.diloco)
+    sizes = {name: -(-x.size // d.overlap) for name, x in own.items()}
     starts = {name: jnp.minimum(number * n, own[name].size - n) for name, n in sizes.items()}
     parts = [lax.dynamic_slice(x.ravel(), (starts[k],), (sizes[k],)) for k, x in own.items()]
-    means = mean_of_replicas(jnp.concatenate(parts), cfg.diloco.outer_dtype)
+    means = mean_of_replicas(jnp.concatenate(parts), d.outer_dtype)
     ends = list(itertools.accumulate(sizes.values()))
     of = dict(zip(own, jnp.split(means, ends[:-1]), strict=True))
     put = lambda x, mean, start: lax.dynamic_update_slice(x.ravel(), mean, (start,))  # noqa: E731
@@ -174,7 +184,7 @@ def apply(cfg: Config, fragment: int, params: Any, diloco: Any) -> tuple[Any, An
     Each replica has trained on since the exchange began: its weights become a mix of its own and
     the outer ones.
     """
-    here, keep, outer = Fragment(cfg, fragment), cfg.diloco.mixing, flat(params)
+    here, keep, outer = Fragment(cfg, fragment), present(cfg.diloco).mixing, flat(params)
     momentum, own, arrived = (flat(diloco[key]) for key in (MOMENTUM, WEIGHTS, ARRIVED))
     for name in here.names:
         before = here.part(name, outer[name]), here.part(name, momentum[name])

@@ -4,7 +4,7 @@ import math
 
 import jax.numpy as jnp
 
-from jaxpar.config import Config
+from jaxpar.config import Config, present
 from jaxpar.model.parameters import trainable_specs
 from jaxpar.sharding.axes import REPLICA, axes_of
 from jaxpar.sharding.params import ParamSpec, flat
@@ -16,7 +16,7 @@ def fragment_bytes(cfg: Config) -> list[int]:
 
     A ring's all-reduce of n bytes over R replicas sends 2 n (R - 1) / R. Padding does not count.
     """
-    d, r = cfg.diloco, cfg.parallel.replica
+    d, r = present(cfg.diloco), cfg.parallel.replica
     width = jnp.dtype(d.outer_dtype).itemsize
     sizes = [0] * d.fragments
     for name, spec in flat(trainable_specs(cfg)).items():
@@ -36,7 +36,7 @@ def gradient_bytes(cfg: Config) -> int:
 
 def in_words(cfg: Config) -> str:
     """Describe the replicas and what they exchange, for the log."""
-    d, sent = cfg.diloco, fragment_bytes(cfg)
+    d, sent = present(cfg.diloco), fragment_bytes(cfg)
     how = f" in {d.fragments} fragments" if d.fragments > 1 else ""
     how += f" beside {d.overlap} inner steps" if d.overlap else ""
     at_a_time = max(sent) / max(d.overlap, 1) / 1e6

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxpar.config import Config
+from jaxpar.config import Config, present
 from jaxpar.model.parameters import specs_of
 from jaxpar.sharding.axes import REPLICA
 from jaxpar.sharding.params import flat
@@ -34,7 +34,12 @@ EXCHANGE = OUTGOING, ARRIVED = "outgoing", "arrived"
 
 def num_trainers(cfg: Config) -> int:
     """Return the number of replicas that train on their own; 0 without DiLoCo."""
-    return cfg.parallel.replica if cfg.diloco.every else 0
+    return cfg.parallel.replica if cfg.diloco else 0
+
+
+def overlap_of(cfg: Config) -> int:
+    """Return the inner steps during which a gradient is exchanged; 0 without an overlap."""
+    return cfg.diloco.overlap if cfg.diloco else 0
 
 
 def trainer_axes(cfg: Config, axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -146,9 +151,9 @@ def nothing_exchanged(params: Any, cfg: Config) -> dict[str, Any]:
 
     Args:     params: all parameters.
     """
-    if not cfg.diloco.overlap:
+    if not overlap_of(cfg):
         return {}
-    specs, n = flat(specs_of(cfg)), cfg.diloco.fragments
+    specs, n = flat(specs_of(cfg)), present(cfg.diloco).fragments
 
     def zeros(name: str, x: jax.Array) -> jax.Array:
         return jnp.zeros_like(x[: x.shape[0] // n] if is_layers(specs[name]) else x)
@@ -175,7 +180,7 @@ def exchange_specs(specs: Any, cfg: Config) -> dict[str, Any]:
 
     Args:     specs: those of a TrainState with DiLoCo.
     """
-    if not cfg.diloco.overlap:
+    if not overlap_of(cfg):
         return {}
     return {OUTGOING: specs.extra["diloco"][WEIGHTS], ARRIVED: specs.params}
 

@@ -81,7 +81,7 @@ class ExpertBalance(Feature):
     }
 
     def is_on(self, cfg: Config) -> bool:
-        return bool(experts_in(cfg.model)) and cfg.lora.rank == 0
+        return bool(experts_in(cfg.model)) and cfg.lora is None
 
     def probes(self, cfg: Config, requested: tuple[str, ...]) -> tuple[LayerProbe, ...]:
         return (TALLY,)

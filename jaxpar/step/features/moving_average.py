@@ -2,10 +2,10 @@
 
 After update t, counted from 1, with weights w:
 
-    average = d average + (1 - d) w,    d = min(optimizer.ema_decay, (1 + t) / (10 + t))
+    average = d average + (1 - d) w,    d = min(optimizer.ema.decay, (1 + t) / (10 + t))
 
 The second term of the minimum keeps the initial weights from weighing long. The average is computed
-in float32, and stored in `optimizer.ema_dtype`: bfloat16 is rounded stochastically, because a
+in float32, and stored in `optimizer.ema.dtype`: bfloat16 is rounded stochastically, because a
 change of 1 - d is often less than half the distance between neighbors.
 
 Source:   Polyak and Juditsky 1992; the decay is that of TensorFlow's `ExponentialMovingAverage`.
@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.config import Config
+from jaxpar.config import Config, present
 from jaxpar.optimizer.moments import rows_of
 from jaxpar.optimizer.stochastic_rounding import random_bits, round_to_bfloat16
 from jaxpar.sharding.hashing import hash_uint32
@@ -38,13 +38,14 @@ class MovingAverage(Feature):
     of_final_weights = True
 
     def is_on(self, cfg: Config) -> bool:
-        return cfg.optimizer.averages
+        return cfg.optimizer.ema is not None
 
     def extra(self, cfg: Config, specs: Any) -> Any:
-        return map_specs(lambda s: dataclasses.replace(s, dtype=cfg.optimizer.ema_dtype), specs)
+        dtype = present(cfg.optimizer.ema).dtype
+        return map_specs(lambda s: dataclasses.replace(s, dtype=dtype), specs)
 
     def initial(self, cfg: Config, params: Any) -> Any:
-        dtype = jnp.dtype(cfg.optimizer.ema_dtype)
+        dtype = jnp.dtype(present(cfg.optimizer.ema).dtype)
         return jax.tree.map(lambda x: convert_dtype(x.sharding, dtype)(x), params)
 
     def after_update(self, s: TrainStep) -> TrainStep:
@@ -75,7 +76,7 @@ def update(
               for bit.
     Returns:  the average, in the dtype of the input.
     """
-    keep, spec_of = decay(cfg.optimizer.ema_decay, step), flat(partition_specs(specs))
+    keep, spec_of = decay(present(cfg.optimizer.ema).decay, step), flat(partition_specs(specs))
     row_of = flat(rows_of(specs, params, layers))
 
     def one(path: Any, old: jax.Array, param: jax.Array) -> jax.Array:

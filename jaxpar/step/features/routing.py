@@ -73,7 +73,7 @@ class RoutingRecord(Feature):
         return bool(experts_in(cfg.model))
 
     def probes(self, cfg: Config, requested: tuple[str, ...]) -> tuple[LayerProbe, ...]:
-        return (RECORD,) if ROUTING in requested and cfg.lora.rank == 0 else ()
+        return (RECORD,) if ROUTING in requested and cfg.lora is None else ()
 
     def feeds(self, cfg: Config, batch: Batch) -> tuple[Feed, ...]:
         return (REPEAT,) if batch.experts is not None else ()

@@ -39,7 +39,7 @@ def time_outer_steps(
     Returns:  the card's entry, empty without DiLoCo; and the state after these outer steps.
     """
     d, fragments = cfg.diloco, list[dict[str, Any]]()
-    if not d.every:
+    if d is None:
         return {}, state
     outer = OuterSteps(cfg, mesh)
     outer.compile(state)

@@ -162,7 +162,7 @@ def used_columns(shown: Sequence[Summary]) -> tuple[list[str], list[list[Any]]]:
 
 def _fields(config: dict[str, Any]) -> Iterable[tuple[str, Any]]:
     for section, fields in config.items():
-        for name, value in fields.items():
+        for name, value in (fields or {}).items():
             path = f"{section}.{name}"
             yield from by_address(value).items() if path == FIELD else [(path, value)]
 

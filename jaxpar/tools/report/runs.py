@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxpar.config import ConfigError
+from jaxpar.config.fields import optional_sections
 from jaxpar.config.json_reader import read_json
 from jaxpar.config.metrics import METRICS, UNKNOWN, Metric
 from jaxpar.config.schema.items import EvaluationSet
@@ -227,7 +228,8 @@ def _read_run(folder: str) -> RunRead:
         raise ConfigError("RUN", folder, rule, fix)
     config = _json(path / "config.json")
     for name, section in config.items():
-        if not isinstance(section, dict):
+        is_off = section is None and name in optional_sections()
+        if not isinstance(section, dict) and not is_off:
             rule, fix = (
                 f"is not a valid config: {name} is not a section",
                 "restart the run, which rewrites the file",

@@ -39,7 +39,7 @@ class SweepFile(msgspec.Struct, frozen=True, kw_only=True):
 
     axes: list[Name]
     """The fields of the grid."""
-    config: dict[str, dict[str, Any]]
+    config: dict[str, dict[str, Any] | None]
     """What all runs have in common."""
     ended: dict[str, Annotated[int, msgspec.Meta(ge=0, le=255)]] = {}
     """Exit codes by the name of a run."""
@@ -141,7 +141,8 @@ def last_step(run_dir: Path) -> int:
 
 
 def _flat(config: dict[str, Any]) -> dict[str, Any]:
-    return {f"{s}.{name}": value for s, fields in config.items() for name, value in fields.items()}
+    sections = ((name, fields or {}) for name, fields in config.items())
+    return {f"{s}.{name}": value for s, fields in sections for name, value in fields.items()}
 
 
 def _without(config: dict[str, Any], axes: list[str]) -> dict[str, Any]:

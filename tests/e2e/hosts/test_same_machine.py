@@ -28,7 +28,7 @@ def test_the_other_host_goes_on_from_its_memory(write_ranks, tmp_path):
     train = [sys.executable, "-m", "jaxpar.train", config, *alone]
     env = ranks.environment()
     subprocess.run(train, env=env, check=True, capture_output=True, timeout=STARTS)
-    run_dir, args = tmp_path / "run", [*SIZES, "--checkpoint.memory-every", "2"]
+    run_dir, args = tmp_path / "run", [*SIZES, "--checkpoint.memory.every", "2"]
     with SameMachine(3, memory=tmp_path) as machine:
         run = ElasticRun(machine, tmp_path, config, OPTIONS, args, FAULT="0 1 slow")
         for host in range(2):
