@@ -16,7 +16,6 @@ from jaxpar.config.lists.lora_targets import least_side
 from jaxpar.config.lists.step_sizes import without_schedules
 from jaxpar.config.validate import check
 from jaxpar.model.parameters import trainable_specs
-from jaxpar.sharding.axes import AXES
 from jaxpar.sharding.params import count
 
 
@@ -57,12 +56,12 @@ def thorough(cfg: Config) -> Config:
     more = {"optimizer.ema_decay": EMA_DECAY, "train.z_loss": Z_LOSS}
     if experts_in(cfg.model):
         more |= {"train.balance_loss": BALANCE_LOSS, "train.router_z_loss": ROUTER_Z_LOSS}
-    one: dict[str, Any] = {f"parallel.{axis}": 1 for axis in (*AXES, "virtual_stages")}
-    one["parallel.layers_per_stage"] = ""
+    one = ParallelConfig(data=1)
+    check(dataclasses.replace(cfg, parallel=one))  # what follows is then refused for what is added
     for path, value in more.items():
         with_it = cfg if value_of(cfg, path) else replace(cfg, **{path: value})
         try:
-            check(replace(with_it, **one))
+            check(dataclasses.replace(with_it, parallel=one))
         except ConfigError:
             continue  # what else the config has refuses it
         cfg = with_it
