@@ -28,7 +28,10 @@ def compare_meshes(subject: Subject) -> Iterator[Result | list[Result]]:
         if wrong and not failed:
             failed = True
             with stage("looking for the first wrong tensor, and the smallest mesh that shows it"):
-                detail = comparison.explained(name, on_mesh, found, wrong)
+                try:
+                    detail = comparison.explained(name, on_mesh, found, wrong)
+                except Exception as error:  # what is wrong is told in any case
+                    detail = f"the search for the first wrong tensor failed: {error!r}"
             at = results.index(wrong[0])
             results[at] = dataclasses.replace(results[at], detail=detail)
         yield results

@@ -5,12 +5,14 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxpar.certification import distances, failures, tracing
+from jaxpar.certification import distances, failures, traces, tracing
 from jaxpar.certification.distances import further_results
 from jaxpar.certification.meshes import MOST_DEVICES, default_meshes, own_mesh, simpler
-from jaxpar.certification.results import Result
+from jaxpar.certification.results import Result, Subject
 from jaxpar.certification.traces import TrainingTrace
 from jaxpar.config import ParallelConfig, replace
+from jaxpar.config.validate import resolve
+from jaxpar.model.parameters import specs_of
 from tests.tiny import TINY
 
 WEIGHT = np.linspace(0.5, 1.5, 8, dtype=np.float32).reshape(2, 4)
@@ -137,6 +139,18 @@ def test_the_backward_is_searched_from_the_head_to_the_embedding():
     order = [(name, layer) for name, layer, _ in failures._backward(found, wanted, TINY.model)]
     assert order[0] == ("final_norm", None) and order[-1] == ("embed", None)
     assert order[1:3] == [("layers/wk", 1), ("layers/wq", 1)]
+
+
+def test_the_forward_is_searched_from_the_first_layer_on(quick_compile, devices):
+    cfg = replace(TINY, **{"parallel.data": 2})
+    subject = Subject(cfg, cfg, {}, {}, devices[:2], 0, 1e-5)
+    init = traces.to_host(traces.initial_params(specs_of(cfg), cfg.train.seed))
+    batch, trace = traces.random_batch(cfg), dataclasses.replace(RIGHT, init=init)
+    found = failures._first_of_forward(resolve(cfg, 2), subject, batch, trace, 1e-5)
+    assert found == "the head or the loss; the layers are right"
+    init["layers/w_down"] = init["layers/w_down"] * np.array([1, 1.01]).reshape(2, 1, 1)
+    found = failures._first_of_forward(resolve(cfg, 2), subject, batch, trace, 1e-5)
+    assert found == "feed_forward_output of layer 1"
 
 
 def test_options_are_dropped_one_at_a_time():
