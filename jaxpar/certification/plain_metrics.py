@@ -29,7 +29,7 @@ def before_update(params: Any, grads: Any, batch: Batch, cfg: Config) -> Metrics
         logits = largest_logits(params, batch, cfg)
         found["max_attention_logit"] = jnp.max(logits)
         found["clipped_heads"] = jnp.sum(logits > cfg.optimizer.qk_clip)
-    if experts_in(cfg.model) and not cfg.lora.rank:
+    if experts_in(cfg.model) and not cfg.lora:
         _, routings = decoder.hidden_and_routings(params, batch, cfg)
         found |= _of_experts(routings, cfg)
     return found
@@ -63,7 +63,7 @@ def after_update(new: Any, cfg: Config) -> Metrics:
     found: Metrics = {"skipped": zero, "in_a_row": zero, "loss_scale": jnp.ones(())}
     layers = [one.name for one in cfg.model.layers if isinstance(one.feed_forward, Experts)]
     biases = [new[name]["router_bias"] for name in layers if "router_bias" in new[name]]
-    if biases and not cfg.lora.rank:
+    if biases and not cfg.lora:
         ranges = [jnp.max(jnp.ptp(of, axis=-1)) for of in biases]
         found["router_bias_range"] = jnp.max(jnp.stack(ranges))
     return found

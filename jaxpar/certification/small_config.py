@@ -14,6 +14,7 @@ from jaxpar.config import Config, ConfigError, Model, ParallelConfig, replace, v
 from jaxpar.config.layout.layer_split import layers_per_chunk
 from jaxpar.config.lists.lora_targets import least_side
 from jaxpar.config.lists.step_sizes import without_schedules
+from jaxpar.config.schema.optimizer import EmaConfig
 from jaxpar.config.validate import check
 from jaxpar.model.parameters import trainable_specs
 from jaxpar.sharding.params import count
@@ -24,6 +25,8 @@ def float32(cfg: Config) -> Config:
 
     Replicas sum their gradients: with DiLoCo, each would train on its own.
     """
+    if cfg.optimizer.ema:
+        cfg = replace(cfg, **{"optimizer.ema.dtype": "float32"})
     return replace(
         cfg,
         diloco=None,
@@ -36,7 +39,6 @@ def float32(cfg: Config) -> Config:
             "parallel.grad_reduce": "float32",
             "parallel.gather_dtype": "compute",
             "parallel.replica_reduction": "float32",
-            "optimizer.ema_dtype": "float32",
             "optimizer.first_moment_dtype": "float32",
             "optimizer.second_moment_dtype": "float32",
             "optimizer.muon_dtype": "float32",
@@ -53,7 +55,7 @@ def thorough(cfg: Config) -> Config:
 
     What a config leaves out would not be compared.
     """
-    more = {"optimizer.ema_decay": EMA_DECAY, "train.z_loss": Z_LOSS}
+    more: dict[str, Any] = {"optimizer.ema": EmaConfig(decay=EMA_DECAY), "train.z_loss": Z_LOSS}
     if experts_in(cfg.model):
         more |= {"train.balance_loss": BALANCE_LOSS, "train.router_z_loss": ROUTER_Z_LOSS}
     one = ParallelConfig(data=1)

@@ -227,7 +227,7 @@ def _reference_trace(
         found.append(to_host(metrics | more))
         if step + 1 in (1, steps):
             saved = {"params": params, "opt_state": opt_state} | extra
-            saved |= {AVERAGED: average} if cfg.optimizer.averages else {}
+            saved |= {AVERAGED: average} if cfg.optimizer.ema else {}
             states[step + 1] = named(saved)
     return TrainingTrace(
         to_host(start),
@@ -281,7 +281,8 @@ def _updates(cfg: Config, specs: Any, params: Any) -> tuple[Any, Any]:
         for feature in features_of(cfg):
             new = feature.plain(new, params, batch, cfg)
         new, extra = post_updates.plain(cfg, new, params, extra, step)
-        keep = jnp.minimum(cfg.optimizer.ema_decay, (2 + step) / (11 + step))
+        decay = cfg.optimizer.ema.decay if cfg.optimizer.ema else 0.0
+        keep = jnp.minimum(decay, (2 + step) / (11 + step))
         weights = split(new, specs)[0]
         average = jax.tree.map(lambda a, w: keep * a + (1 - keep) * w, average, weights)
         metrics = plain_metrics.after_update(new, cfg)
