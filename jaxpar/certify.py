@@ -1,16 +1,18 @@
-"""Check that every mesh computes the same as the reference model.
+"""Check that a config computes on every mesh what the reference model does.
 
     python -m jaxpar.certify llama3_8b --mesh data=2,tensor=2 --mesh pipeline=2,sequence=2
 
-Each mesh trains in float32 for a few steps on random packed documents, on simulated CPU devices or
-on the available accelerators, and is compared with `model/plain` and optax on one device.
-The criteria, where `t` is --tolerance:
+`certification/checks.py` lists the checks. Meshes train in float32 for a few steps on random packed
+documents, on simulated CPU devices or on the available accelerators, and are compared with
+`model/plain` and optax in float64 on one device. The criteria, where `t` is --tolerance:
 
     weights at init   identical bits on every mesh
-    loss              every step: relative error at most t
+    loss              every step, and an evaluation: relative error at most t
     gradients         every parameter: largest error at most t times its largest gradient, or 4
-                      times what rounding does to it, at most 10 t (`certification/distances.py`)
-    weights after     every parameter: mean error at most t * (1 + ln(1/t)) times the mean change
+                      times what rounding the weights does to it, at most 10 t
+    metrics           of the first step: relative error at most t
+    state after       every array after one step and after the last: mean error at most
+                      t * (1 + ln(1/t)) times the mean change
 
 The last criterion is a mean because Adam moves an element by about lr * g / |g|, whatever the size
 of its gradient g. Where |g| is at most the gradient error d, the update is arbitrary on any mesh,

@@ -1,7 +1,6 @@
 """The work of `python -m jaxpar.certify`: its devices, its meshes, its checks and their results."""
 
 import dataclasses
-import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -9,13 +8,18 @@ import jax
 
 from jaxpar.certification import distances, small_config
 from jaxpar.certification.checks import CHECKS
-from jaxpar.certification.meshes import num_devices, parse_meshes, refuse_rounding, resolve_meshes
+from jaxpar.certification.meshes import (
+    MOST_DEVICES,
+    default_meshes,
+    num_devices,
+    parse_meshes,
+    refuse_rounding,
+    resolve_meshes,
+)
 from jaxpar.certification.options import CertifyOptions
 from jaxpar.certification.results import Check, Result, Subject
-from jaxpar.components.attention import Attention
-from jaxpar.components.experts import experts_in
 from jaxpar.components.model import in_words
-from jaxpar.config import Config, ConfigError, Model, RunConfig
+from jaxpar.config import Config, ConfigError, RunConfig
 from jaxpar.config.command_line import expand_set_options, parse_overrides
 from jaxpar.config.lists.step_sizes import without_schedules
 from jaxpar.config.model_source import ModelReader, take_source
@@ -37,7 +41,7 @@ from jaxpar.sharding.params import count
 #: The quantities of a mesh that have a column. Another one has it if it is the worst.
 SHOWN = ("initial values", "loss", "gradient", "weights after")
 
-WIDTHS = (14, 8, 25, 25, 25)
+WIDTHS = (14, 8, 25, 25, 48)
 
 
 def cells(of_mesh: Sequence[Result]) -> list[str]:
@@ -59,32 +63,28 @@ def cells(of_mesh: Sequence[Result]) -> list[str]:
     return [*shown.values(), "ok" if all(r.passed for r in of_mesh) else "MISMATCH"]
 
 
-def print_results(results: Iterable[Result], width: int) -> list[Result]:
+def print_results(results: Iterable[Result | list[Result]], width: int) -> list[Result]:
     """Print the results of a check, each as soon as it is known: a mesh, or a result, a line.
 
     Args:     width: length of the longest mesh name.
     Returns:  the results.
     """
-    found, first, now = list[Result](), True, time.monotonic()
-    for mesh, group in itertools.groupby(results, key=lambda result: result.mesh):
-        of_mesh = list(group)
-        found += of_mesh
-        run = [result for result in of_mesh if not result.not_run]
-        if run and mesh:
-            if first:
-                head = ("mesh", *SHOWN, "other, nearest its bound", "verdict")
+    found, now = list[Result](), time.monotonic()
+    head: tuple[str, ...] = ("mesh", *SHOWN, "other, nearest its bound", "verdict")
+    for item in results:
+        took, now = time.monotonic() - now, time.monotonic()
+        found += item if isinstance(item, list) else [item]
+        if isinstance(item, list):
+            if head:
                 print(tables.line(head, (width, *WIDTHS, 0), left=range(len(head))), flush=True)
-            first = False
-            took = f"{time.monotonic() - now:.0f} s"
-            row = (mesh, *cells(run))
-            row = (*row[:-1], f"{row[-1]}, {took}")
+            row, head = (item[0].mesh, *cells(item)), ()
+            row = (*row[:-1], f"{row[-1]}, {took:.0f} s")
             print(tables.line(row, (width, *WIDTHS, 0), left=range(len(row))), flush=True)
-        for result in run if not mesh else ():
-            verdict = "ok" if result.passed else "MISMATCH"
-            at = f": {result.where}" if result.where else ""
-            off = f"{result.distance:.1e} of at most {result.tolerance:.1e}"
-            print(f"{result.check}: {result.what}{at}  {off}  {verdict}", flush=True)
-        now = time.monotonic()
+        elif not item.not_run:
+            verdict = "ok" if item.passed else "MISMATCH"
+            at = ", ".join(filter(None, (item.mesh, item.what, item.where)))
+            off = f"{item.distance:.1e} of at most {item.tolerance:.1e}"
+            print(f"{item.check}: {at}  {off}  {verdict}, {took:.0f} s", flush=True)
     return found
 
 
@@ -124,12 +124,7 @@ def print_conditions(
         f"packed documents, seed {cfg.train.seed}",
         f"float32{changed}, highest matmul precision, reference attention; tolerance "
         f"{options.tolerance:g} (weights after: "
-        f"{distances.update_tolerance(options.tolerance):.1e})"
-        + (
-            f"; Adam's eps {cfg.optimizer.eps:.1e}"
-            if cfg.optimizer.name in ("adamw", "muon")
-            else ""
-        ),
+        f"{distances.update_tolerance(options.tolerance):.1e})",
         f"{n} simulated CPU devices" if kind == "cpu" else f"{n} {kind}",
     )
     print("\n".join(lines), flush=True)
@@ -137,63 +132,6 @@ def print_conditions(
 
 #: Parameters above which a step of the plain reference takes minutes on a CPU.
 MAX_PARAMS_ON_CPU = 50_000_000
-
-
-#: Number of simulated devices without --run.cpu-devices and --mesh.
-DEFAULT_DEVICES = 8
-
-
-#: The meshes without --mesh: those that fit the devices.
-DEFAULT_MESHES = (
-    "data=1",
-    "data=2",
-    "tensor=2",
-    "sequence=2",
-    "pipeline=2,num_microbatches=4",
-    "pipeline=2,num_microbatches=4,layers_per_stage=3,1",
-    "replica=2,data=2",
-    "data=2,tensor=2,zero=1",
-    "data=2,sequence=2,context=ring",
-    "pipeline=2,data=2,tensor=2,num_microbatches=2",
-    "data=2,sequence=2,tensor=2",
-    "pipeline=2,data=2,sequence=2,tensor=2,num_microbatches=2",
-)
-
-#: Those of a model with experts: all but the first have 8 or 16 devices. Each axis is beside
-#: `expert` with a slack of 0.3, with which most rows go through further rounds, and without.
-EXPERT_MESHES = (
-    "data=1",
-    "data=8",
-    "expert=8",
-    "expert=4,data=2",
-    "expert=4,data=2,expert_dispatch=tokens,expert_slack=0.3",
-    "expert=4,data=2,expert_dispatch=rows,expert_slack=0.3",
-    "expert=2,data=2,replica=2,num_microbatches=2",
-    "expert=4,replica=2,expert_slack=0.3",
-    "expert=4,tensor=2,expert_slack=0.3",
-    "expert=2,data=2,tensor=2,zero=1",
-    "expert=4,sequence=2,expert_slack=0.3",
-    "expert=2,data=2,sequence=2",
-    "expert=4,pipeline=2,num_microbatches=2,expert_slack=0.3",
-    "expert=8,tensor=2",
-    "expert=4,data=2,tensor=2,expert_dispatch=rows,expert_slack=0.3",
-    "expert=2,data=2,pipeline=2,sequence=2,num_microbatches=2",
-)
-
-
-def default_meshes(model: Model) -> tuple[str, ...]:
-    """Return the meshes to certify if none is named.
-
-    Unequal stages of a model whose layers differ would have whole periods: many layers. A ring
-    computes softmax attention alone.
-    """
-    if experts_in(model):
-        return EXPERT_MESHES
-    left_out = ["layers_per_stage"] if model.repetition.period > 1 else []
-    mixers = [layer.mixer for layer in model.layers if isinstance(layer.mixer, Attention)]
-    if any(type(mixer).heads is not Attention.heads for mixer in mixers):
-        left_out.append("context=ring")
-    return tuple(mesh for mesh in DEFAULT_MESHES if not any(part in mesh for part in left_out))
 
 
 def start_devices(run: RunConfig, needed: int) -> list[jax.Device]:
@@ -253,19 +191,31 @@ def certify(options: CertifyOptions, model_from: ModelReader) -> int:
     check(dataclasses.replace(asked, parallel=parse_meshes(["data=1"], asked.parallel)["data=1"]))
     options.config.show(asked)
     cfg = small_config.float32(without_schedules(asked))
-    meshes = parse_meshes(options.mesh or default_meshes(cfg.model), cfg.parallel)
+    meshes = parse_meshes(options.mesh, cfg.parallel)
     refuse_rounding(meshes, cfg.parallel)
+    devices = start_devices(asked.run, max(map(num_devices, meshes.values()), default=MOST_DEVICES))
+    left_out: dict[str, str] = {}
+    if not meshes:
+        meshes, left_out = default_meshes(cfg, len(devices))
     if not options.full:
         cfg = small_config.shrink(cfg, list(meshes.values()))
         others, _ = take_source(list(expand_set_options(options.config.overrides)))
         cfg = small_config.float32(parse_overrides(cfg, others))
-    cfg = small_config.steady(cfg)
-    needed = max(map(num_devices, meshes.values())) if options.mesh else DEFAULT_DEVICES
-    devices = start_devices(asked.run, needed)
-    configs, left_out = resolve_meshes(cfg, meshes, len(devices), given=bool(options.mesh))
+    cfg = small_config.thorough(cfg)
+    configs, refused = resolve_meshes(cfg, meshes, len(devices), given=bool(options.mesh))
+    left_out |= refused
     refuse_large(cfg, configs.values(), devices)
     print_conditions(options, asked, cfg, devices)
-    subject = Subject(asked, cfg, configs, left_out, devices, options.steps, options.tolerance)
+    subject = Subject(
+        asked,
+        cfg,
+        configs,
+        left_out,
+        devices,
+        options.steps,
+        options.tolerance,
+        given=bool(options.mesh),
+    )
     with jax.default_matmul_precision("highest"):
         results = [result for of_check in run_checks(subject) for result in of_check]
     print("\n".join([*own_code(cfg), summary(results)]))

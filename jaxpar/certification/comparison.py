@@ -1,10 +1,16 @@
-"""Trains each mesh, and compares it with the plain model and optax on one device."""
+"""Trains each mesh, and compares it with the plain model and optax in float64 on one device."""
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
-from jaxpar.certification import distances, traces
+import numpy as np
+
+from jaxpar.certification import distances, failures, small_config, traces
 from jaxpar.certification.results import Result, Subject
+from jaxpar.certification.traces import Arrays, TrainingTrace
+from jaxpar.config import Config
+from jaxpar.config.layout.expert_placement import expert_ways
 from jaxpar.runtime.stages import stage
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 
@@ -12,25 +18,86 @@ from jaxpar.sharding.mesh import axis_sizes, make_mesh
 MESHES = "meshes"
 
 
-def compare_meshes(subject: Subject) -> Iterator[Result]:
+def compare_meshes(subject: Subject) -> Iterator[Result | list[Result]]:
     """Yield the results of each mesh, as soon as it is done."""
-    cfg, steps, tolerance = subject.small, subject.steps, subject.tolerance
-    batches = [traces.random_batch(cfg, i) for i in range(max(steps, 1))]
-    with stage("training the reference"):
-        wanted = traces.reference_trace(cfg, batches, steps)
-    zero = distances.zero_gradients(cfg.model)
-    devices = subject.devices
-    options = traces.QUICK_COMPILE if devices[0].platform == "cpu" else None
-    rounding: dict[str, float] = {}
+    comparison, failed = Comparing(subject), False
     for name, on_mesh in subject.meshes.items():
-        mesh = make_mesh(on_mesh.parallel, devices[: math.prod(axis_sizes(on_mesh.parallel))])
         with stage(f"training on {name}"):
-            found = traces.mesh_trace(on_mesh, mesh, batches, steps, options)
-        compared = distances.compare(found, wanted, tolerance, zero)
-        if compared.gradient[0] > tolerance:
-            with stage("evaluating the reference in float64"):
-                rounding = rounding or distances.rounding_errors(wanted, batches[0], cfg, zero)
-            compared = distances.compare(found, wanted, tolerance, zero, rounding)
-        yield from compared.results(MESHES, name, steps)
+            found, results = comparison.of(name, on_mesh, subject.steps)
+        wrong = [result for result in results if not result.passed]
+        if wrong and not failed:
+            failed = True
+            with stage("looking for the first wrong tensor, and the smallest mesh that shows it"):
+                try:
+                    detail = comparison.explained(name, on_mesh, found, wrong)
+                except Exception as error:  # what is wrong is told in any case
+                    detail = f"the search for the first wrong tensor failed: {error!r}"
+            at = results.index(wrong[0])
+            results[at] = dataclasses.replace(results[at], detail=detail)
+        yield results
     for name, why in subject.left_out.items():
         yield Result(MESHES, name, "training", not_run=why)
+
+
+class Comparing:
+    """The reference, and the comparison of meshes with it."""
+
+    def __init__(self, subject: Subject):
+        cfg, steps = subject.small, subject.steps
+        self.subject, self.zero = subject, distances.zero_gradients(cfg.model)
+        self.batches = [traces.random_batch(cfg, i) for i in range(max(steps, 1))]
+        with stage("training the reference"):
+            prepare = small_config.with_clipping
+            self.wanted = traces.reference_trace(cfg, self.batches, steps, prepare, moved=True)
+        self.norm = float(self.wanted.metrics[0]["grad_norm"])
+        self.of_first: list[Arrays] = []
+
+    def of(self, name: str, cfg: Config, steps: int) -> tuple[TrainingTrace, list[Result]]:
+        """Train a mesh, and return what it did and the results."""
+        cfg, tolerance = small_config.with_clipping(cfg, self.norm), self.subject.tolerance
+        devices = self.subject.devices
+        on_cpu = devices[0].platform == "cpu"
+        mesh = make_mesh(cfg.parallel, devices[: math.prod(axis_sizes(cfg.parallel))])
+        options = traces.QUICK_COMPILE if on_cpu else None
+        found = traces.mesh_trace(cfg, mesh, self.batches, steps, options, everything=True)
+        self.of_first = self.of_first or found.metrics
+        wanted = self._with_metrics(found, cfg)
+        compared = distances.compare(found, wanted, tolerance, self.zero, wanted.rounding)
+        further = distances.further_results(
+            MESHES, name, found, wanted, tolerance, self.zero, same_bits=on_cpu
+        )
+        return found, [*compared.results(MESHES, name, steps), *further]
+
+    def _with_metrics(self, found: TrainingTrace, cfg: Config) -> TrainingTrace:
+        """Return the reference of as many steps, with the metrics that a mesh should have.
+
+        Those of ranks follow from the loads of experts. Those that the plain model does not compute
+        are compared with the first mesh's.
+        """
+        steps, complete = len(found.losses), []
+        for plain, other, here in zip(
+            self.wanted.metrics, self.of_first, found.metrics, strict=False
+        ):
+            right = {name: a for name, a in other.items() if name in here}
+            right |= {name: a for name, a in plain.items() if name in here or steps}
+            if (ways := expert_ways(cfg.parallel)) > 1 and "expert_rows" in right:
+                right |= distances.rank_metrics(np.asarray(right["expert_rows"]), ways)
+            right = {n: a for n, a in right.items() if n not in distances.OF_MESH}
+            complete.append(right)
+        if steps == len(self.wanted.losses):
+            return dataclasses.replace(self.wanted, metrics=complete)
+        return dataclasses.replace(self.wanted, metrics=complete, losses=[], states={})
+
+    def explained(self, name: str, cfg: Config, found: TrainingTrace, wrong: list[Result]) -> str:
+        """Return the first wrong tensor, its layer and direction, and the smallest mesh that shows
+        the first of some wrong results."""
+        what = wrong[0].what
+        steps = 0 if what in ("loss", "gradient", "metrics", "evaluation") else self.subject.steps
+        where = failures.first_wrong(cfg, self.subject, self.batches[0], found, self.wanted)
+
+        def fails(mesh: str, smaller: Config) -> bool:
+            _, results = self.of(mesh, smaller, steps)
+            return any(not result.passed for result in results if result.what == what)
+
+        smallest = failures.smallest(name, self.subject, fails)
+        return f"{where}; {smallest}"

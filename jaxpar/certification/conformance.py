@@ -234,7 +234,9 @@ def _on_meshes(case: Case, meshes: tuple[str, ...]) -> Iterator[str]:
         except ConfigError as error:
             yield f"{mesh}: {error}"
     subject = Subject(case.cfg, case.cfg, configs, {}, jax.devices(), 0, case.tolerance)
-    yield from (str(result) for result in compare_meshes(subject) if not result.passed)
+    for found in compare_meshes(subject):
+        of_mesh = found if isinstance(found, list) else [found]
+        yield from (str(result) for result in of_mesh if not result.passed)
 
 
 def _mesh_of(cfg: Config) -> Any:

@@ -6,18 +6,14 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-import flax.traverse_util
-import jax
 import numpy as np
 
-from jaxpar.certification import traces
 from jaxpar.certification.results import Result
 from jaxpar.certification.traces import Arrays, TrainingTrace
 from jaxpar.components.attention import Attention
 from jaxpar.components.component import Mixer
-from jaxpar.config import Config, Model
-from jaxpar.config.lists.weight_schedules import with_weights_of
-from jaxpar.sharding.batch import Batch
+from jaxpar.config import Model
+from jaxpar.config.schema.optimizer import AVERAGED
 
 
 def differing_arrays(found: Arrays, wanted: Arrays) -> list[str]:
@@ -60,17 +56,29 @@ def gradient_errors(found: Arrays, wanted: Arrays, zero: Container[str] = ()) ->
     return {n: _ratio(np.abs(found[n] - w).max(), sizes[n]) for n, w in wanted.items()}
 
 
-def update_errors(found: Arrays, wanted: Arrays, start: Arrays) -> dict[str, float]:
+def update_errors(
+    found: Arrays, wanted: Arrays, start: Arrays, updates: int = 0
+) -> dict[str, float]:
     """Compute each array's mean error after some steps, relative to its mean change since `start`.
 
     Means rather than maxima: Adam moves an element by about lr * g / |g|. If its gradient g is
     smaller than the rounding error of gradients, it moves by a full lr in either direction, on any
     mesh. Such elements are few; `update_tolerance` bounds their effect on the mean, and `steady`
     avoids them.
+
+    Args:     updates: how often an array was stored in float32 since `start`, rounded each time.
     """
     assert found.keys() == wanted.keys(), sorted(set(found) ^ set(wanted))
-    mean = lambda a, b: np.abs(a.astype(np.float64) - b).mean()  # noqa: E731
-    return {n: _ratio(mean(found[n], w), mean(w, start[n])) for n, w in wanted.items()}
+    return {n: change_error(found[n], w, start[n], updates) for n, w in wanted.items()}
+
+
+def change_error(
+    found: np.ndarray, wanted: np.ndarray, start: np.ndarray, updates: int = 0
+) -> float:
+    """`update_errors` of an array."""
+    rounding = updates * HALF_ULP * np.abs(wanted)
+    error = np.maximum(np.abs(found.astype(np.float64) - wanted) - rounding, 0.0)
+    return _ratio(error.mean(), np.abs(wanted - start.astype(np.float64)).mean())
 
 
 def probe_errors(found: Arrays, wanted: Arrays) -> dict[str, float]:
@@ -150,14 +158,112 @@ class Comparison:
         return [str(result) for result in self.results("", "", 0) if not result.passed]
 
 
+#: Half the distance of two float32 numbers, relative to them.
+HALF_ULP = 2.0**-24
+
+#: Metrics that depend on the mesh, and are compared with nothing.
+OF_MESH = ("further_rounds",)
+
+
+def metric_errors(found: Arrays, wanted: Arrays) -> dict[str, float]:
+    """Compute each metric's largest error in any layer, relative to its largest value."""
+    return {name: _relative(found[name], w) for name, w in wanted.items()}
+
+
+def _relative(found: np.ndarray, wanted: np.ndarray) -> float:
+    """The largest error, relative to the largest value; NaNs must be in the same places."""
+    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
+    if found.shape != wanted.shape or not np.array_equal(np.isnan(found), np.isnan(wanted)):
+        return np.inf
+    if np.isnan(wanted).all():
+        return 0.0
+    return _ratio(np.nanmax(np.abs(found - wanted)), np.nanmax(np.abs(wanted)))
+
+
+def rank_metrics(rows: np.ndarray, ways: int) -> Arrays:
+    """Compute the metrics of the devices that share experts.
+
+    Args:     rows: [layers, E], tokens of each expert. ways: devices that share them.
+    """
+    share = rows / rows.sum(axis=1, keepdims=True)
+    fullest = share.reshape(len(rows), ways, -1).sum(axis=2).max(axis=1) * ways
+    return {"fullest_rank": fullest.max(), "fullest_rank_mean": fullest.mean()}
+
+
+#: The parts of a state, as results name them.
+PARTS = {"params": "weights", "opt_state": "moments", AVERAGED: "moving average"}
+
+
+def state_errors(
+    found: Arrays, wanted: Arrays, start: Arrays, updates: int, zero: Container[str] = ()
+) -> dict[str, dict[str, float]]:
+    """Compute each array's mean error in a state after some updates, by the part of the state.
+
+    It is relative to the mean change since `start`, and of moments to their mean size.
+
+    Args:     start: initial parameters. updates: their number. zero: `zero_gradients`, which are
+              left out.
+    """
+    errors: dict[str, dict[str, float]] = {}
+    for path, right in wanted.items():
+        part, _, name = path.partition("/")
+        if any(path.endswith(f"/{n}") for n in start if n in zero):
+            continue
+        here = found.get(path)
+        error = np.inf
+        if here is not None and here.shape == right.shape:
+            error = change_error(here, right, start.get(name, np.zeros(())), updates)
+        errors.setdefault(PARTS.get(part, f"state of {part}"), {})[name] = error
+    return errors
+
+
+def further_results(
+    check: str,
+    mesh: str,
+    found: TrainingTrace,
+    wanted: TrainingTrace,
+    tolerance: float,
+    zero: Container[str] = (),
+    same_bits: bool = True,
+) -> Iterator[Result]:
+    """Yield the results that `Comparison` does not have.
+
+    Args:     zero: `zero_gradients`. same_bits: whether a program gives the same bits twice.
+    """
+    result, after = functools.partial(Result, check, mesh), update_tolerance(tolerance)
+    every = list(zip(found.metrics, wanted.metrics, strict=True))
+    first = metric_errors(*every[0])
+    error, name = worst(first)
+    yield result("metrics", error, tolerance, where=name)
+    later = {
+        f"{n} of step {i + 2}": e
+        for i, pair in enumerate(every[1:])
+        for n, e in metric_errors(*pair).items()
+    }
+    if later:
+        error, name = worst(later)
+        yield result("metrics of later steps", error, after, where=name)
+    for updates, state in wanted.states.items():
+        of_state = state_errors(found.states[updates], state, wanted.init, updates, zero)
+        for part, errors in of_state.items():
+            error, name = worst(errors)
+            if part != "weights" or updates != len(found.losses):
+                yield result(f"{part} after {updates} steps", error, after, where=name)
+    if found.evaluated is not None and wanted.evaluated is not None:
+        error = _ratio(abs(found.evaluated - wanted.evaluated), abs(wanted.evaluated))
+        yield result("evaluation", error, tolerance)
+    for what, pair in found.same.items():
+        error, name = worst(metric_errors(*pair))
+        yield result(what, error, 0.0 if same_bits else tolerance, where=name if error else "")
+
+
 def update_tolerance(tolerance: float) -> float:
     """Return the bound on `update_errors` for a bound on gradients; `certify.py` derives it."""
     return tolerance * (1 + math.log(1 / tolerance))
 
 
-#: Bound on the error of a gradient, relative to what rounding does to the plain model's. A mesh and
-#: the plain model are each off by about that, in either direction: by twice together. Each may be
-#: off by twice as much as the samples. Measured were ratios of up to 1.6 (OLMo hybrid, Kimi K2).
+#: Bound on the error of a gradient, relative to what it does to the exact one to round each weight
+#: to float32. A mesh rounds more than the weights.
 ROUNDINGS = 4.0
 
 #: The most that rounding may explain, relative to the tolerance. Beyond it, as where a router
@@ -179,13 +285,14 @@ def compare(
 ) -> Comparison:
     """Compare the trace of a mesh with that of the reference.
 
-    Args:     zero: `zero_gradients`. Their updates are not compared. rounding: `rounding_errors`,
-              of which a gradient has 0 by default.
+    Args:     zero: `zero_gradients`. Their updates are not compared. rounding: of the reference's
+              gradients, which have 0 by default.
     """
     after = None
     if found.losses:
         params = {n: a for n, a in wanted.params.items() if n not in zero}
-        after = update_errors({n: found.params[n] for n in params}, params, wanted.init)
+        steps = len(found.losses)
+        after = update_errors({n: found.params[n] for n in params}, params, wanted.init, steps)
     errors = gradient_errors(found.gradients, wanted.gradients, zero)
     bounds = {name: gradient_tolerance(tolerance, rounding.get(name, 0.0)) for name in errors}
     _, name = worst({name: error / bounds[name] for name, error in errors.items()})
@@ -198,48 +305,3 @@ def compare(
         probe=worst(probe_errors(found.probes, wanted.probes)) if wanted.probes else None,
         allowed=bounds[name],
     )
-
-
-# --------------------------------- How much rounding alone changes the gradients of the plain model
-#
-# A gradient is a sum over all tokens. Where its terms cancel, as they may for the gain of a norm,
-# one rounding of a term can be more than `--tolerance` of the sum, and two correct meshes differ by
-# that. So the plain model is evaluated in float64, which shows what float32 makes of each gradient.
-
-
-#: Times that the weights are moved.
-SAMPLES = 3
-
-#: Half the distance of two float32 numbers, relative to them.
-HALF_ULP = 2.0**-24
-
-
-def rounding_errors(
-    plain: traces.TrainingTrace, batch: Batch, cfg: Config, zero: Container[str] = ()
-) -> dict[str, float]:
-    """Measure the errors of the plain model's gradients that rounding explains, as in
-    `gradient_errors`.
-
-    The largest of: the error of the float32 gradient, and what it does to the exact one to move
-    each weight by half an ulp, up or down at random. The second does not depend on float32 code,
-    and a gradient of few elements that is right by chance does not hide it.
-
-    Args:     plain: trained on `batch` first. zero: as for `gradient_errors`.
-    Returns:  an error for each parameter.
-    """
-    rng = np.random.default_rng(cfg.train.seed)
-    at_start = with_weights_of(cfg, 0)
-    found = [plain.gradients]
-    with jax.enable_x64(True):
-        gradients = jax.jit(lambda params: traces.reference_gradients(params, batch, at_start)[1])
-
-        def exact(weights: dict[str, np.ndarray]) -> traces.Arrays:
-            return traces.to_host(gradients(flax.traverse_util.unflatten_dict(weights, sep="/")))
-
-        weights = {name: a.astype(np.float64) for name, a in plain.init.items()}
-        wanted = exact(weights)
-        for _ in range(SAMPLES):
-            move = lambda a: a * (1 + HALF_ULP * rng.choice([-1.0, 1.0], a.shape))  # noqa: E731
-            found.append(exact({name: move(a) for name, a in weights.items()}))
-    errors = [gradient_errors(one, wanted, zero) for one in found]
-    return {name: max(error[name] for error in errors) for name in wanted}

@@ -3,9 +3,11 @@
 import dataclasses
 import math
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxpar.certification import small_config
+from jaxpar.components.experts import experts_in
 from jaxpar.config import Config, ConfigError, ParallelConfig
 from jaxpar.config.fields import range_of
 from jaxpar.config.listed import item_of, read_value
@@ -137,3 +139,153 @@ def _require_same_loss(name: str, cfg: Config) -> None:
     if t.balance_loss and t.balance_over == "batch" and microbatches > 1:
         rule = f"has {microbatches} microbatches, over each of which train.balance_over balances"
         raise ConfigError("--mesh", name, rule, "use --train.balance-over sequence")
+
+
+# ------------------------------------------------------------------- the meshes without --mesh
+
+#: The most devices of a mesh without --mesh.
+MOST_DEVICES = 16
+
+#: The meshes without --mesh. An axis of 4 shows what one of 2 hides: with two devices, the next one
+#: is the one before. Each option is in one at least, and accumulation in both loops over layers.
+OF_ALL = (
+    "data=2,tensor=4,zero=2,num_microbatches=2,layer_loop=unroll,row_groups=2",
+    "sequence=4,context=ring,num_microbatches=2,layer_loop=scan",
+    "pipeline=4,num_microbatches=8,tensor=2,schedule=zero_bubble,zero=1,layer_loop=unroll",
+    "pipeline=2,virtual_stages=4,num_microbatches=4,loss_chunks=2,zero=1",
+    "sequence=4,tensor=2,context=ulysses",
+    "replica=2,data=2,sequence=2",
+    "tensor=4,num_microbatches=2,layer_loop=scan",
+)
+
+#: One with stages of unequal numbers of layers, of as many periods as the others' models have.
+UNEQUAL = "pipeline=2,num_microbatches=4,layers_per_stage={},schedule=gpipe"
+
+#: Those of a model with experts. With a slack of 0.3, most rows go through further rounds.
+OF_EXPERTS = (
+    "expert=4,data=2,expert_dispatch=rows,expert_slack=0.3",
+    "expert=4,tensor=2,expert_dispatch=tokens,expert_slack=0.3,num_microbatches=2",
+    "expert=2,tensor=2,expert_tensor=1",
+    "expert=2,sequence=4,context=ulysses",
+    "expert=2,pipeline=2,num_microbatches=4",
+    "expert=2,replica=2,tensor=2,num_microbatches=2,layer_loop=scan",
+)
+
+#: What to try in place of an option of a mesh that a config refuses, in this order. "": without it.
+SIMPLER: tuple[tuple[str, str], ...] = (
+    ("context", ""),
+    ("row_groups", ""),
+    ("virtual_stages", "2"),
+    ("virtual_stages", ""),
+    ("schedule", ""),
+    ("expert_tensor", ""),
+    ("zero", ""),
+    ("layer_loop", ""),
+    ("expert_slack", ""),
+    ("expert_dispatch", ""),
+    ("loss_chunks", ""),
+    ("num_microbatches", ""),
+    *((axis, str(size)) for size in (2, 1) for axis in AXES),
+)
+
+
+def own_mesh(p: ParallelConfig) -> str:
+    """Return the mesh of a config as text, with axes of at most 2 and at most MOST_DEVICES."""
+    sizes = {axis: 1 if getattr(p, axis) == 1 else 2 for axis in AXES}
+    for axis in ("replica", "data", "sequence"):
+        if math.prod(sizes.values()) > MOST_DEVICES:
+            sizes[axis] = 1
+    found = {axis: size for axis, size in sizes.items() if size > 1}
+    if p.virtual_stages > 1:
+        found["virtual_stages"] = 2
+    if p.num_microbatches > 1 or p.pipeline > 1:
+        found["num_microbatches"] = 4 if p.pipeline > 1 else 2
+    if p.row_groups > 1:
+        found["row_groups"] = 2
+    return _text({name: str(n) for name, n in found.items()})
+
+
+def default_meshes(cfg: Config, available: int) -> tuple[dict[str, ParallelConfig], dict[str, str]]:
+    """Return the meshes without --mesh, that of the config first.
+
+    A mesh that the config refuses, or that has more than the available devices, is replaced by the
+    nearest form that can be.
+
+    Args:     cfg: not yet shrunk.
+    Returns:  the meshes by name; and by name, why others are not among them.
+    """
+    p = dataclasses.replace(cfg.parallel, num_microbatches=1, row_groups=1)
+    lists = OF_EXPERTS if experts_in(cfg.model) else OF_ALL
+    found: dict[str, ParallelConfig] = {}
+    left_out: dict[str, str] = {}
+    for wanted in (own_mesh(cfg.parallel), *lists):
+        name, why = _nearest(cfg, wanted, p, available)
+        if name and name not in found:
+            found |= parse_meshes([name], p)
+        if name != wanted:
+            left_out[wanted] = f"{why} Run instead: {name}" if name else why
+    if lists is OF_ALL:
+        n = len(small_config.pattern(cfg.model))
+        periods = len(small_config.shrink(cfg, list(found.values())).model.layers) // n
+        last = max(periods // 4, 1) * n
+        wanted = UNEQUAL.format(f"{periods * n - last},{last}")
+        if why := _refused(cfg, wanted, p, available):
+            left_out[wanted] = why
+        else:
+            found |= parse_meshes([wanted], p)
+    return found, left_out
+
+
+def _nearest(cfg: Config, wanted: str, p: ParallelConfig, available: int) -> tuple[str, str]:
+    """Return the nearest form of a mesh that a config can have, "" if none, and why it changed."""
+    first = _refused(cfg, wanted, p, available)
+    if not first:
+        return wanted, ""
+    for one in simpler(wanted):
+        if not _refused(cfg, one, p, available):
+            return one, first
+    form = wanted
+    for option in SIMPLER:
+        form = _without(form, *option)
+        if not _refused(cfg, form, p, available):
+            return form, first
+    return "", first
+
+
+def simpler(mesh: str) -> Iterator[str]:
+    """Yield a mesh with one option simpler, for each of SIMPLER that it has."""
+    found = (_without(mesh, *option) for option in SIMPLER)
+    yield from dict.fromkeys(one for one in found if one != mesh)
+
+
+def _without(mesh: str, option: str, value: str) -> str:
+    """Return a mesh with `value` in place of an option's larger one, or without it for ""."""
+    items = dict(item.split("=", 1) for item in mesh.split(",") if "=" in item)
+    if option not in items or (value and int(items[option]) <= int(value)):
+        return mesh
+    items[option] = value
+    return _text({name: n for name, n in items.items() if n and not (name in AXES and n == "1")})
+
+
+def _text(items: Mapping[str, str]) -> str:
+    return ",".join(f"{name}={value}" for name, value in items.items()) or "data=1"
+
+
+def _refused(cfg: Config, name: str, p: ParallelConfig, available: int) -> str:
+    """Return why a shrunk config cannot have a mesh; "" if it can."""
+    try:
+        mesh = parse_meshes([name], p)[name]
+        if (needed := num_devices(mesh)) > available:
+            return f"needs {needed} devices, but there are {available}."
+        stages, period = mesh.pipeline * mesh.virtual_stages, len(small_config.pattern(cfg.model))
+        if stages > 2 and stages * period > MOST_LAYERS:
+            return f"needs {stages * period} layers, which take long to compile."
+        on_mesh = dataclasses.replace(small_config.shrink(cfg, [mesh]), parallel=mesh)
+        _require_same_loss(name, resolve(on_mesh, needed, explain=False))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+#: The most layers that stages may need.
+MOST_LAYERS = 8

@@ -23,7 +23,7 @@ class CertifyOptions:
     pipeline=2,num_microbatches=4,virtual_stages=2,zero=1,context=ring. Empty: a selection that fits
     the devices. Fields of the parallel section of CONFIG apply to every mesh that does not set them
     itself, except for the axes."""
-    steps: Annotated[int, Range(0, MAX_STEPS, 5)] = 5
+    steps: Annotated[int, Range(0, MAX_STEPS, 3)] = 3
     """Optimizer steps. 0: gradients only."""
     full: bool = False
     """Keep the sizes of CONFIG. Otherwise the model is first reduced to a small one of the same

@@ -25,6 +25,7 @@ class Subject:
         devices: those that the meshes take theirs from.
         steps: optimizer steps to compare.
         tolerance: largest relative error of what is not rounded to a small dtype.
+        given: whether --mesh named the meshes, which are then the only ones to look at.
     """
 
     asked: Config
@@ -34,6 +35,7 @@ class Subject:
     devices: Sequence[jax.Device]
     steps: int
     tolerance: float
+    given: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +46,12 @@ class Result:
         check: name of the check.
         mesh: where it ran; "" if on no mesh of its own.
         what: what is compared, the same in every run: "gradient".
-        where: the worst of what is compared, such as the name of a parameter; after a failure, the
-            first wrong tensor, layer and direction. "" if there is only one.
         distance: between the two; 0 for equal bits.
         tolerance: largest distance that passes.
         not_run: why it was not run; "" if it was.
+        where: the worst of what is compared, such as a parameter; "" if there is only one.
+        detail: after a failure, the first wrong tensor, layer and direction, and the smallest mesh
+            that shows it.
     """
 
     check: str
@@ -58,6 +61,7 @@ class Result:
     tolerance: float = 0.0
     not_run: str = ""
     where: str = ""
+    detail: str = ""
 
     @property
     def passed(self) -> bool:
@@ -71,8 +75,10 @@ class Result:
         if self.not_run:
             return f"{at}: {self.not_run}"
         named = f" of {self.where}" if self.where else ""
-        return f"{at}{named} is off by {self.distance:.1e}, allowed {self.tolerance:.1e}"
+        off = f"{at}{named} is off by {self.distance:.1e}, allowed {self.tolerance:.1e}"
+        return f"{off} ({self.detail})" if self.detail else off
 
 
-#: A check. It says what it leaves out by a result with `not_run`.
-Check = Callable[[Subject], Iterator[Result]]
+#: A check. It says what it leaves out by a result with `not_run`. A list has the results of a mesh,
+#: which get a line together.
+Check = Callable[[Subject], Iterator[Result | list[Result]]]

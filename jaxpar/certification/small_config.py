@@ -7,11 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpar.components.dims import SmallSizes
+from jaxpar.components.experts import experts_in
+from jaxpar.components.model import Layer
 from jaxpar.components.sizes import d_ff, head_dim
-from jaxpar.config import Config, Model, ParallelConfig, replace
+from jaxpar.config import Config, ConfigError, Model, ParallelConfig, replace, value_of
 from jaxpar.config.layout.layer_split import layers_per_chunk
 from jaxpar.config.lists.lora_targets import least_side
 from jaxpar.config.lists.step_sizes import without_schedules
+from jaxpar.config.schema.optimizer import EmaConfig
+from jaxpar.config.validate import check
 from jaxpar.model.parameters import trainable_specs
 from jaxpar.sharding.params import count
 
@@ -21,6 +25,8 @@ def float32(cfg: Config) -> Config:
 
     Replicas sum their gradients: with DiLoCo, each would train on its own.
     """
+    if cfg.optimizer.ema:
+        cfg = replace(cfg, **{"optimizer.ema.dtype": "float32"})
     return replace(
         cfg,
         diloco=None,
@@ -32,6 +38,7 @@ def float32(cfg: Config) -> Config:
             "compute.recurrent_backend": "auto",
             "parallel.grad_reduce": "float32",
             "parallel.gather_dtype": "compute",
+            "parallel.replica_reduction": "float32",
             "optimizer.first_moment_dtype": "float32",
             "optimizer.second_moment_dtype": "float32",
             "optimizer.muon_dtype": "float32",
@@ -39,18 +46,52 @@ def float32(cfg: Config) -> Config:
     )
 
 
-#: The eps of `steady`, relative to the root mean square of all gradients when their norm is 1.
+#: Weights of the terms of the loss that `thorough` turns on, and the decay of the average.
+Z_LOSS, BALANCE_LOSS, ROUTER_Z_LOSS, EMA_DECAY = 1e-3, 1e-2, 1e-3, 0.9
+
+
+def thorough(cfg: Config) -> Config:
+    """Return the config with every term of the loss that it may have, and a moving average.
+
+    What a config leaves out would not be compared.
+    """
+    more: dict[str, Any] = {"optimizer.ema": EmaConfig(decay=EMA_DECAY), "train.z_loss": Z_LOSS}
+    if experts_in(cfg.model):
+        more |= {"train.balance_loss": BALANCE_LOSS, "train.router_z_loss": ROUTER_Z_LOSS}
+    one = ParallelConfig(data=1)
+    check(dataclasses.replace(cfg, parallel=one))  # what follows is then refused for what is added
+    for path, value in more.items():
+        with_it = cfg if value_of(cfg, path) else replace(cfg, **{path: value})
+        try:
+            check(dataclasses.replace(with_it, parallel=one))
+        except ConfigError:
+            continue  # what else the config has refuses it
+        cfg = with_it
+    return cfg
+
+
+def with_clipping(cfg: Config, norm: float) -> Config:
+    """Return the config with clipping at half of a norm, and an eps for gradients of that size.
+
+    Args:     norm: of the first gradient.
+    """
+    return steady(replace(cfg, **{"optimizer.clip_norm": norm / 2}), norm / 2)
+
+
+#: The eps of `steady`, relative to the root mean square of all gradients.
 STEADY_EPS = 0.02
 
 
-def steady(cfg: Config) -> Config:
+def steady(cfg: Config, norm: float = 1.0) -> Config:
     """Return the config with a larger eps, so that Adam's update is as continuous as the model.
 
     If eps is below the rounding error of gradients, an element whose gradient is only rounding
     error moves by up to a full learning rate in either direction. The loss is not linear, so this
     changes all gradients of the next step: by a hundred times the rounding error.
+
+    Args:     norm: of the gradients.
     """
-    eps = STEADY_EPS / math.sqrt(count(trainable_specs(cfg)))
+    eps = STEADY_EPS * norm / math.sqrt(count(trainable_specs(cfg)))
     return replace(cfg, **{"optimizer.eps": max(cfg.optimizer.eps, eps)})
 
 
@@ -67,9 +108,9 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     """Return a small model of the same kind, with sizes that all meshes divide.
 
     Its components say how they get small (`Component.shrunk`). Keeps the numbers of layers that
-    meshes give to stages, whole periods of the layers (of a long one, the start that has all of its
-    layers), and the variance of the output of a matrix. The learning rate starts at its peak, so
-    that a few steps change the weights.
+    meshes give to stages, at least two layers of each kind, whole periods (`pattern`), and the
+    variance of the output of a matrix. The learning rate starts at its peak, so that a few steps
+    change the weights.
     """
     every = lambda ways: math.lcm(*map(ways, meshes))  # noqa: E731
     up = lambda size, of: -(-size // of) * of  # noqa: E731
@@ -77,20 +118,16 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
     d_model = up(min(m.d_model, 64), every(lambda p: p.data * p.expert * p.sequence))
     seq_len = up(32, every(lambda p: p.sequence * p.tensor * 2))
     sizes = SmallSizes.of(m, d_model, seq_len / cfg.data.seq_len, list(meshes))
-    start, n = m.repetition
-    leading, period = tuple(dict.fromkeys(m.layers[:start])), m.layers[start : start + n]
-    if len(period) > MOST_KINDS:
-        period = period[: max(map(period.index, period)) + 1]
-    if m.mtp_depth:  # modules are as the last layer: the period ends with it
-        end = len(period) - period[::-1].index(m.layers[-1])
-        period = period[end:] + period[:end]
+    period = pattern(m)
+    leading = [layer for layer in dict.fromkeys(m.layers[: m.repetition.start]) for _ in range(2)]
     given = [
         sum(layers_per_chunk(dataclasses.replace(cfg, parallel=p)))
         for p in meshes
         if p.layers_per_stage
     ]
     stages = every(lambda p: p.pipeline * p.virtual_stages)
-    number = max(given, default=up(2, stages * len(period)))
+    once = any(period.count(layer) == 1 for layer in period)
+    number = max(given, default=up(len(period) * (1 + once), stages * len(period)))
     layers = [*leading, *itertools.islice(itertools.cycle(period), number)]
     small = m.with_layers([layer.shrunk(sizes) for layer in layers])
     values: dict[str, Any] = {"model": small, "model.d_model": d_model}
@@ -101,6 +138,22 @@ def shrink(cfg: Config, meshes: Sequence[ParallelConfig]) -> Config:
         values["model.max_positions"] = up(seq_len, every(lambda p: p.tensor * p.pipeline))
     values |= _base_model(m, dataclasses.replace(small, d_model=d_model))
     return _adapted(replace(without_schedules(cfg), **values))
+
+
+def pattern(m: Model) -> tuple[Layer, ...]:
+    """Return the layers that a small model repeats: the period, with one of those in a row.
+
+    Of a long one, the start that has all of its layers. Modules of multi-token prediction are as
+    the last layer, with which it then ends.
+    """
+    start, n = m.repetition
+    period = tuple(layer for layer, _ in itertools.groupby(m.layers[start : start + n]))
+    if len(period) > MOST_KINDS:
+        period = period[: max(map(period.index, period)) + 1]
+    if m.mtp_depth:
+        end = len(period) - period[::-1].index(m.layers[-1])
+        period = period[end:] + period[:end]
+    return period
 
 
 def _of_run(

@@ -1,26 +1,30 @@
 """Traces of training, on a mesh and with a plain model, for `certify` and the tests.
 
-A `TrainingTrace` records a few training steps: initial weights, first gradients, the loss of each
-step and the final weights, all as logical arrays on the host. `reference_trace` makes one with
-`model/plain` and optax on a single device, `mesh_trace` with the train step on a mesh. Batches are
-random packed documents.
+A `TrainingTrace` records a few training steps: initial weights, first gradients, metrics of each
+step and the state after it, all as logical arrays on the host. `reference_trace` makes one with
+`model/plain` and optax in float64 on a single device, `mesh_trace` with the train step on a mesh.
+Batches are random packed documents.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from jaxpar.certification import plain_metrics
 from jaxpar.components.experts import experts_in
 from jaxpar.config import Config, replace
 from jaxpar.config.lists.weight_schedules import with_weights_of
+from jaxpar.config.schema.optimizer import AVERAGED
+from jaxpar.execution.decisions import execution_of
 from jaxpar.functional.plain import loss_of_logical
 from jaxpar.functional.sharded import shard_batch
 from jaxpar.model.parameters import specs_of, trainable_specs
@@ -32,8 +36,15 @@ from jaxpar.sharding.initial_values import init_options, initialize
 from jaxpar.sharding.params import flat, join, split
 from jaxpar.step.features import features_of, own_probes, post_updates
 from jaxpar.step.features.layer_metrics import every_probe
-from jaxpar.step.state import TrainState, init_state, to_logical
-from jaxpar.step.train_step import make_gradient_step, make_train_step
+from jaxpar.step.layer_order import layer_order
+from jaxpar.step.state import TrainState, init_state, to_logical, to_running
+from jaxpar.step.train_step import (
+    GRADIENTS,
+    LAYERS,
+    make_eval_step,
+    make_gradient_step,
+    make_train_step,
+)
 
 # ----------------------- Random batches of packed pairs of responses, for `certify` and the tests
 
@@ -73,6 +84,9 @@ type Arrays = dict[str, np.ndarray]
 
 #: Compiler options for simulated devices, where LLVM's optimizations take most of the time.
 QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+#: `jax.jit` for the plain model, which runs on a CPU.
+quick_jit = functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
 
 #: In a random batch: the mean number of documents in a sequence, and the share of dropped labels.
 DOCUMENTS, DROPPED = 4, 0.05
@@ -122,7 +136,7 @@ def random_teacher(cfg: Config, rng: np.random.Generator, k: int) -> dict[str, n
 
 @dataclass(frozen=True)
 class TrainingTrace:
-    """The record of a few training steps; arrays by parameter name."""
+    """The record of a few training steps; arrays by name, layers in the model's order."""
 
     init: Arrays
     loss: float
@@ -134,46 +148,147 @@ class TrainingTrace:
     """Parameters after the last step."""
     probes: Arrays = dataclasses.field(default_factory=dict)
     """Metrics of probes in the first batch."""
+    metrics: list[Arrays] = dataclasses.field(default_factory=list)
+    """Metrics of each training step; of the first batch without steps."""
+    states: dict[int, Arrays] = dataclasses.field(default_factory=dict)
+    """What a checkpoint has, after so many updates: "opt_state/0/mu/layers/wq", "ema/embed"."""
+    evaluated: float | None = None
+    """Loss of the first batch in an evaluation, at the initial weights."""
+    rounding: dict[str, float] = dataclasses.field(default_factory=dict)
+    """What rounding the weights does to each gradient."""
+    same: dict[str, tuple[Arrays, Arrays]] = dataclasses.field(default_factory=dict)
+    """What must have the same bits, by what should not change them."""
 
 
-def reference_trace(cfg: Config, batches: Sequence[Batch], steps: int) -> TrainingTrace:
-    """Train the plain model with `jax.grad` and optax on one device, one batch per step.
+def reference_trace(
+    cfg: Config,
+    batches: Sequence[Batch],
+    steps: int,
+    prepare: Callable[[Config, float], Config] = lambda cfg, _: cfg,
+    *,
+    moved: bool = False,
+) -> TrainingTrace:
+    """Train the plain model with `jax.grad` and optax in float64 on one device, one batch per step.
 
     Args:     batches: at least one; the first gives the gradients. steps: number of steps.
+              prepare: (cfg, norm of the first gradient) -> the config of the steps.
+              moved: also measure what rounding the weights does to the gradients.
     """
     specs = specs_of(cfg)
-    rule = make_optimizer(cfg.optimizer, cfg.train.num_steps, trainable_specs(cfg))
-    if cfg.optimizer.clip_norm > 0:
-        rule = optax.chain(optax.clip_by_global_norm(cfg.optimizer.clip_norm), rule)
+    start = initial_params(specs, cfg.train.seed)
+    initial = functools.partial(initial_params, seed=cfg.train.seed)
+    extra = post_updates.plain_state(cfg, trainable_specs(cfg), initial)
+    with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
+        params, extra = jax.tree.map(_exact, (start, extra))
+        return _reference_trace(cfg, batches, steps, prepare, moved, start, params, extra)
+
+
+def _exact(a: jax.Array) -> jax.Array:
+    """Return an array of numbers in float64."""
+    return jnp.asarray(np.asarray(a), jnp.float64)
+
+
+def _reference_trace(
+    cfg: Config,
+    batches: Any,
+    steps: int,
+    prepare: Any,
+    moved: bool,
+    start: Any,
+    params: Any,
+    extra: Any,
+) -> TrainingTrace:
+    specs, every = specs_of(cfg), every_probe(cfg)
 
     @functools.cache
     def gradients(of: Config):
-        return jax.jit(lambda params, batch: reference_gradients(params, batch, of))
+        def both(params, batch):
+            loss, grads = reference_gradients(params, batch, of)
+            return loss, grads, plain_metrics.before_update(params, grads, batch, of)
 
-    @jax.jit
-    def update(grads, opt_state, params, batch, extra, step):
+        return quick_jit(both)
+
+    first = gradients(with_weights_of(cfg, 0))(params, batches[0])
+    loss, grads, metrics = first
+    at_start = functools.partial(gradients(with_weights_of(cfg, 0)), batch=batches[0])
+    rounding = _rounding(lambda p: at_start(p)[1], params, cfg.train.seed) if moved else {}
+    prepared = prepare(cfg, float(metrics["grad_norm"]))
+    update, opt_state = _updates(prepared, specs, params)
+    probes = quick_jit(lambda params: own_probes.plain(params, batches[0], cfg, every))(params)
+    found = [to_host(metrics)] if not steps else []
+    states, losses, average = {}, list[float](), split(params, specs)[0]
+    for step, batch in enumerate(batches[:steps]):
+        if step:
+            loss, grads, metrics = gradients(with_weights_of(cfg, step))(params, batch)
+        params, opt_state, extra, average, more = update(
+            grads, opt_state, params, batch, extra, average, step
+        )
+        losses.append(float(loss))
+        found.append(to_host(metrics | more))
+        if step + 1 in (1, steps):
+            saved = {"params": params, "opt_state": opt_state} | extra
+            saved |= {AVERAGED: average} if cfg.optimizer.ema else {}
+            states[step + 1] = named(saved)
+    return TrainingTrace(
+        to_host(start),
+        float(first[0]),
+        to_host(first[1]),
+        losses,
+        to_host(params),
+        to_host(probes),
+        metrics=found,
+        states=states,
+        evaluated=float(first[0]),
+        rounding=rounding,
+    )
+
+
+#: How often `_rounding` moves the weights.
+SAMPLES = 3
+
+
+def _rounding(gradients: Callable[[Any], Any], params: Any, seed: int) -> dict[str, float]:
+    """Measure what it does to each gradient to move each weight by half an ulp of float32, up or
+    down at random: the largest change, relative to the largest value.
+
+    A gradient is a sum over all tokens. Where its terms cancel, as they may for the gain of a norm,
+    one rounding of a term can be more than `--tolerance` of the sum, and two correct meshes differ
+    by that.
+    """
+    rng, exact = np.random.default_rng(seed), to_host(gradients(params))
+    half_ulp, changes = 2.0**-24, dict.fromkeys(exact, 0.0)
+    for _ in range(SAMPLES):
+        move = lambda a: a * (1 + half_ulp * rng.choice([-1.0, 1.0], a.shape))  # noqa: E731
+        for name, a in to_host(gradients(jax.tree.map(move, params))).items():
+            size = np.abs(exact[name]).max()
+            change = np.abs(a - exact[name]).max() / size if size else 0.0
+            changes[name] = max(changes[name], float(change))
+    return changes
+
+
+def _updates(cfg: Config, specs: Any, params: Any) -> tuple[Any, Any]:
+    """Return a compiled update of the plain model, and the initial state of its rule."""
+    rule = make_optimizer(cfg.optimizer, cfg.train.num_steps, trainable_specs(cfg))
+    limit = cfg.optimizer.clip_norm
+    clip = optax.clip_by_global_norm(limit) if limit else optax.identity()
+
+    @quick_jit
+    def update(grads, opt_state, params, batch, extra, average, step):
         trainable, frozen = split(params, specs)
-        updates, opt_state = rule.update(grads, opt_state, trainable)
+        clipped, _ = clip.update(grads, clip.init(trainable))
+        updates, opt_state = rule.update(clipped, opt_state, trainable)
         new = join(optax.apply_updates(trainable, updates), frozen)
         for feature in features_of(cfg):
             new = feature.plain(new, params, batch, cfg)
         new, extra = post_updates.plain(cfg, new, params, extra, step)
-        return new, opt_state, extra
+        decay = cfg.optimizer.ema.decay if cfg.optimizer.ema else 0.0
+        keep = jnp.minimum(decay, (2 + step) / (11 + step))
+        weights = split(new, specs)[0]
+        average = jax.tree.map(lambda a, w: keep * a + (1 - keep) * w, average, weights)
+        metrics = plain_metrics.after_update(new, cfg)
+        return new, opt_state, extra, average, metrics
 
-    params = start = initial_params(specs, cfg.train.seed)
-    loss, grads = first = gradients(with_weights_of(cfg, 0))(params, batches[0])
-    opt_state, losses = rule.init(split(params, specs)[0]), []
-    initial = functools.partial(initial_params, seed=cfg.train.seed)
-    extra = post_updates.plain_state(cfg, trainable_specs(cfg), initial)
-    for step, batch in enumerate(batches[:steps]):
-        loss, grads = gradients(with_weights_of(cfg, step))(params, batch)
-        params, opt_state, extra = update(grads, opt_state, params, batch, extra, step)
-        losses.append(float(loss))
-    every = every_probe(cfg)
-    probes = jax.jit(lambda params: own_probes.plain(params, batches[0], cfg, every))(start)
-    return TrainingTrace(
-        to_host(start), float(first[0]), to_host(first[1]), losses, to_host(params), to_host(probes)
-    )
+    return update, rule.init(split(params, specs)[0])
 
 
 def initial_params(specs: Any, seed: int) -> Any:
@@ -213,41 +328,130 @@ def token_loss(params: Any, batch: Batch, cfg: Config) -> jax.Array:
     return loss_of_logical(params, batch, cfg, loss_of(cfg))
 
 
+#: The loss scale of one more step, which must not change a bit.
+SCALE = 1024.0
+
+
 def mesh_trace(
     cfg: Config,
     mesh: Mesh,
     batches: Sequence[Batch],
     steps: int,
     compiler_options: dict[str, Any] | None = None,
+    *,
+    everything: bool = False,
 ) -> TrainingTrace:
-    """Do the same with the train step on a mesh; `cfg` is resolved for the mesh."""
+    """Do the same with the train step on a mesh; `cfg` is resolved for the mesh.
+
+    Args:     everything: also evaluate, keep states, and repeat the first step at a loss scale.
+    """
+    ex = dataclasses.replace(execution_of(cfg), scales_loss=True) if everything else None
     state = init_state(cfg, mesh)
+    start = jax.tree.map(np.array, state), jax.tree.map(lambda a: a.sharding, state)
     init = params = logical(state.params, cfg)
     placed = [shard_batch(batch, cfg, mesh) for batch in batches[: max(steps, 1)]]
     most = max_segments(cfg)
 
-    programs: list[tuple[Any, Any]] = [(make_gradient_step(cfg, mesh, most), state.params)]
+    programs: list[tuple[Any, Any]] = []
     if steps:
-        programs.append((make_train_step(cfg, mesh, most), state))
+        wanted = (GRADIENTS, LAYERS, "expert_rows")
+        programs.append((make_train_step(cfg, mesh, most, ex, requested=wanted), state))
+    else:
+        programs.append((make_gradient_step(cfg, mesh, most, ex), state.params))
+    if everything:
+        programs.append((make_eval_step(cfg, mesh, most, ex), state.params))
     lowered = [step.lower(first, placed[0]) for step, first in programs]
     compiled = functools.partial(jax.stages.Lowered.compile, compiler_options=compiler_options)
     with ThreadPoolExecutor(2) as pool:  # most of the time, and on one core each
-        gradient_step, *train_step = pool.map(compiled, lowered)
-    measured, grads = gradient_step(state.params, placed[0])
-    losses = []
-    for step in train_step:
-        for batch in placed:
-            state, at_step = step(state, batch)
-            losses.append(float(at_step["loss"]))
+        step, *evaluation = pool.map(compiled, lowered)
+
+    evaluated = None
+    for evaluate in evaluation:
+        sums, count = evaluate(state.params, placed[0])
+        evaluated = float(np.ravel(sums)[0] / count)
+    if not steps:
+        measured, grads = step(state.params, placed[0])
+    found, states, gradients, same = [], {}, {}, {}
+    for i, batch in enumerate(placed[:steps]):
+        state, measured = step(state, batch)
+        grads = measured.pop(GRADIENTS)
+        found.append(to_host(measured))
+        if not i:
+            gradients = logical(grads, cfg)
+        if everything and i + 1 in (1, steps):
+            states[i + 1] = named(to_logical(state, cfg).saved)
+    if steps:
         params = logical(state.params, cfg)
-    probes = {probe.metric: measured[probe.metric] for probe in every_probe(cfg)}
-    loss, grads = float(measured["loss"]), logical(grads, cfg)
-    return TrainingTrace(init, loss, grads, losses, params, to_host(probes))
+    else:
+        found, gradients = [to_host(measured)], logical(grads, cfg)
+    if steps and everything:
+        same = _guarded(step, start, placed[0], cfg, found[0] | states[1] | gradients)
+        if layer_order(cfg) is not None:
+            before = named(state.saved)
+            after = named(to_running(to_logical(state, cfg), cfg).saved)
+            same["order of layers in a checkpoint, and back"] = (after, before)
+    loss, losses = float(found[0]["loss"]), [float(one["loss"]) for one in found]
+    probes = {probe.metric: found[0][probe.metric] for probe in every_probe(cfg)}
+    return TrainingTrace(
+        init,
+        loss,
+        gradients,
+        losses if steps else [],
+        params,
+        probes,
+        metrics=found,
+        states=states,
+        evaluated=evaluated,
+        same=same,
+    )
+
+
+def _guarded(
+    step: Any, start: Any, batch: Any, cfg: Config, first: Arrays
+) -> dict[str, tuple[Arrays, Arrays]]:
+    """Repeat the first step at a loss scale that then grows, and at one that overflows.
+
+    Args:     start: arrays and shardings of the first state. first: metrics, state and
+              gradients of the first step.
+    Returns:  pairs for `TrainingTrace.same`.
+    """
+    same: dict[str, tuple[Arrays, Arrays]] = {}
+    last = cfg.guard.loss_scale_interval - 1
+    for scale in (SCALE, np.inf):
+        state = jax.device_put(*start)
+        before, guard = named(to_logical(state, cfg).saved), state.extra["guard"]
+        changed = {"loss_scale": np.float32(scale), "since_change": np.int32(last)}
+        changed = {n: jax.device_put(a, guard[n].sharding) for n, a in changed.items()}
+        state, measured = step(state.with_extra(guard=guard | changed), batch)
+        grads = logical(measured.pop(GRADIENTS), cfg)
+        after = named(to_logical(state, cfg).saved)
+        if scale == SCALE:
+            expected = {
+                "guard/loss_scale": np.array(2 * SCALE, np.float32),
+                "guard/since_change": np.array(0, np.int32),
+            }
+            found = after | to_host(measured) | grads
+            del found["loss_scale"]
+            wanted = {name: first[name] for name in found} | expected
+            same[f"a step at a loss scale of {SCALE:.0f}"] = (found, wanted)
+        else:
+            once = np.array(1, np.int32)
+            wanted = before | {"step": once, "guard/skipped": once}
+            del wanted["guard/loss_scale"]  # half of infinity
+            same["a step that overflows"] = (after, wanted)
+    return same
 
 
 def logical(tree: Any, cfg: Config) -> Arrays:
     """Return parameters or gradients of a running state on the host, in the model's layer order."""
     return to_host(to_logical(TrainState(0, tree, ()), cfg).params)
+
+
+def named(tree: Any) -> Arrays:
+    """Return the leaves of any tree as numpy arrays by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    path = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+    return {path(at): np.asarray(a) for at, a in leaves}
 
 
 def to_host(tree: Any) -> Arrays:

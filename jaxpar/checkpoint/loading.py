@@ -29,11 +29,11 @@ from jaxpar.config import Config, ConfigError, default_of, flag, replace, value_
 from jaxpar.config.listed import written
 from jaxpar.config.lists.init_changes import may_change
 from jaxpar.config.lists.step_sizes import BATCHES, LENGTHS, step_sizes
+from jaxpar.config.rules.guard import scales_loss
 from jaxpar.config.schema.optimizer import AVERAGED, TRAINED, EmaConfig, Weights
 from jaxpar.config.serialize import field_from_values
 from jaxpar.config.values import OF_STEPS, require_code, to_values
 from jaxpar.data.sources import fingerprint
-from jaxpar.optimizer import loss_scale
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.terminal import warn
 from jaxpar.sharding.fingerprint import fingerprints, named_leaves
@@ -256,7 +256,7 @@ def restore_from(
     others = of_replicas.saved_trainers(saved) != num_trainers(cfg)  # whose weights are not read
     loaded = load(target, ends or others or more_exchanged)
     loaded["feedback"] = of_replicas.adapted(loaded.get("feedback", {}), errors, saved, cfg)
-    if (by_path(saved.config).get("compute.dtype") == "float16") != loss_scale.scales_loss(cfg):
+    if (by_path(saved.config).get("compute.dtype") == "float16") != scales_loss(cfg):
         to = jax.tree.map(lambda a: a.sharding, scalars)
         fresh = jax.device_put(of_replicas.initial_guard(cfg, saved), to)  # of another scale
         loaded["guard"] = fresh | {"skipped": loaded["guard"]["skipped"]}

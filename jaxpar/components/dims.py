@@ -178,10 +178,12 @@ def smaller[T: "Term"](term: T, sizes: SmallSizes) -> T:
     values = {field: n for field, n in numbers(term) if field in axes}
     unit = {f: math.lcm(*(sizes.ways[axis] for axis in sorted(axes[f]))) for f in values}
     heads = {f: n for f, n in values.items() if axes[f] & {"heads", "kv_heads"}}
-    group = math.gcd(*heads.values()), math.lcm(2, *(unit[f] for f in heads))
+    common = math.gcd(*heads.values())
+    # The fewest: with as many key heads as devices, Ulysses would repeat none.
+    groups = math.lcm(2, *(unit[f] // math.gcd(unit[f], n // common) for f, n in heads.items()))
     for field, n in values.items():
         if field in heads:
-            small = n // group[0] * group[1]
+            small = n // common * groups
         elif axes[field] & {"experts", "spread_experts"}:
             small = -(-min(n, 8) // unit[field]) * unit[field]
         else:

@@ -15,6 +15,7 @@ from jaxpar.components.experts import experts_in
 from jaxpar.config import Config, replace
 from jaxpar.config.layout.expert_placement import expert_ways, spreads_experts
 from jaxpar.config.remat_policies import saved_names, saves_on_host, without_mark
+from jaxpar.config.rules.guard import scales_loss
 from jaxpar.kernels.platform import Platform
 
 #: Minimum number of tokens in a tensor rank's sequence shard for collective matmuls, which are
@@ -70,6 +71,9 @@ class Execution:
     if weights are gathered or activations fetched one layer ahead, with row groups, and for a loop
     over stacked layers."""
 
+    scales_loss: bool
+    """The loss is multiplied by a power of two before the backward, and gradients are divided by it
+    (`optimizer/loss_scale.py`). Used in float16; `certify` does so too, with every dtype."""
     saved_names: tuple[str, ...] = ()
     """Remat names of what a layer's policy saves, on the device or in host memory. Layers may have
     different ones (`parallel.remat_layers`): `saving`."""
@@ -179,6 +183,7 @@ def execution_of(cfg: Config, platform: Platform | None = None) -> Execution:
         scatters_per_layer=scatters,
         stage_wide_collectives=stage_wide,
         layers_per_vjp=_layers_per_vjp(cfg, stage_wide),
+        scales_loss=scales_loss(cfg),
     ).saving(saved_names(p.remat))
 
 

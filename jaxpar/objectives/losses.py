@@ -166,12 +166,17 @@ def split(found: Any, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
     Raises:   ConfigError for other shapes than those of `labels`.
     """
     values, weights = found if isinstance(found, tuple) else (found, jnp.float32(1))
-    values, weights = jnp.asarray(values, jnp.float32), jnp.asarray(weights, jnp.float32)
+    values, weights = _in_full(values), _in_full(weights)
     if values.shape != labels.shape or weights.shape not in (labels.shape, ()):
         told = f"values {list(values.shape)} and weights {list(weights.shape)}"
         rule = f"must return values, or (values, weights), like the labels, {list(labels.shape)}"
         raise ConfigError("loss", told, rule, "return the loss of each token, not a mean")
     return values, jnp.where(labels != IGNORED, weights, 0.0)
+
+
+def _in_full(a: Any) -> jax.Array:
+    """Return an array in float32, or float64 where the plain model runs in that."""
+    return jnp.asarray(a, jnp.promote_types(jnp.result_type(a), jnp.float32))
 
 
 def summed(values: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:

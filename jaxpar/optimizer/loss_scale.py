@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxpar.config import Config
-from jaxpar.config.rules.guard import MAX_LOSS_SCALE
+from jaxpar.config.rules.guard import MAX_LOSS_SCALE, scales_loss
 
 type Guard = dict[str, Any]
 
@@ -31,25 +31,23 @@ def initial_guard(cfg: Config) -> Guard:
     }
 
 
-def scales_loss(cfg: Config) -> bool:
-    """Return whether the loss is scaled: only in float16, which has a small range of exponents."""
-    return cfg.compute.dtype == "float16"
+def unscale_gradients(grads: Any, scale: jax.Array | float, *, scaled: bool) -> Any:
+    """Convert gradients of the loss times `scale` to gradients of the loss.
+
+    Args:     scaled: `Execution.scales_loss`.
+    """
+    return jax.tree.map(lambda g: g / scale, grads) if scaled else grads
 
 
-def unscale_gradients(cfg: Config, grads: Any, scale: jax.Array | float) -> Any:
-    """Convert gradients of the loss times `scale` to gradients of the loss."""
-    return jax.tree.map(lambda g: g / scale, grads) if scales_loss(cfg) else grads
-
-
-def update_guard(cfg: Config, guard: Guard, ok: jax.Array) -> Guard:
+def update_guard(cfg: Config, guard: Guard, ok: jax.Array, *, scaled: bool) -> Guard:
     """Return the scalars after a step.
 
-    Args:     ok: bool scalar, whether the update was made.
+    Args:     ok: bool scalar, whether the update was made. scaled: `Execution.scales_loss`.
     """
     scale, since = guard["loss_scale"], guard["since_change"]
-    excused = ~ok & (scale > 1) if scales_loss(cfg) else jnp.zeros_like(ok)
+    excused = ~ok & (scale > 1) if scaled else jnp.zeros_like(ok)
     in_a_row = jnp.where(ok, 0, guard["in_a_row"] + jnp.where(excused, 0, 1))
-    if scales_loss(cfg):
+    if scaled:
         grows = ok & (since + 1 >= cfg.guard.loss_scale_interval)
         larger = jnp.minimum(scale * 2, MAX_LOSS_SCALE)
         scale = jnp.where(ok, jnp.where(grows, larger, scale), jnp.maximum(scale / 2, 1.0))

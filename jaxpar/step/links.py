@@ -126,7 +126,7 @@ def sum_of(features: Iterable[Feature], s: TrainStep) -> Sum:
                 grads, kept = feature.reduce(grads, specs, s)
                 return grads, {feature.name: kept}
         grads = reduce_gradients(grads, specs, trainer_axes(cfg, AXES))
-        return loss_scale.unscale_gradients(cfg, grads, s.scale), {}
+        return loss_scale.unscale_gradients(grads, s.scale, scaled=s.ex.scales_loss), {}
 
     return reduce
 

@@ -22,8 +22,9 @@ class Metrics(dict):
 
 
 #: A train step inside the `shard_map`: (TrainState, batch, ...) -> (TrainState, metrics, records).
-#: Metrics are the same on every device; records are arrays [B, T, ...] of its tokens.
-type Step = Callable[..., tuple[Any, Metrics, dict[str, jax.Array]]]
+#: Metrics are the same on every device; records are arrays [B, T, ...] of its tokens, and gradients
+#: if they are requested.
+type Step = Callable[..., tuple[Any, Metrics, dict[str, Any]]]
 
 
 def _place(name: str) -> tuple[int, str]:

@@ -39,6 +39,12 @@ from jaxpar.step.state import TrainState, state_shardings, state_specs
 #: What a step is requested for, if it is to have metrics of layers.
 LAYERS = "layers"
 
+#: The same, if its metrics shall have the gradients before clipping, as a tree: for checks.
+GRADIENTS = "gradients"
+
+#: In what a step returns beside state and metrics: the records of tokens.
+OF_TOKENS = "of_tokens"
+
 
 def make_train_step(
     cfg: Config,
@@ -53,29 +59,32 @@ def make_train_step(
 
     Args:     max_segments: maximum number of documents in a sequence. Attention backends that
               locate documents by offset need it.
-              requested: what metrics shall also have: "expert_rows", "routing"; LAYERS, if
-              not every step measures layers.
+              requested: what metrics shall also have: "expert_rows", "routing", GRADIENTS; LAYERS,
+              if not every step measures layers.
               fragment: whose outer gradient the step exchanges a part of (DiLoCo).
     """
     require_code(cfg, OF_STEPS)
     declare_own_metrics(cfg)
     specs, ex, everywhere = state_specs(cfg), ex or execution_of(cfg), PartitionSpec()
-    as_input = cfg.optimizer.schedule_as_input
-    step: Callable = functools.partial(train_step, ex, max_segments, requested=tuple(requested))
+    as_input, requested = cfg.optimizer.schedule_as_input, tuple(requested)
+    beside: dict[str, Any] = {OF_TOKENS: BATCH_SPEC}
+    if GRADIENTS in requested:
+        beside[GRADIENTS] = partition_specs(parameters.trainable_specs(cfg))
+    step: Callable = functools.partial(train_step, ex, max_segments, requested=requested)
     for feature in features_of(cfg):
         step = feature.wrap(step, cfg, fragment)
     on_mesh: Any = jax.shard_map(
         step,
         mesh=mesh,
         in_specs=(specs, BATCH_SPEC, *([everywhere] if as_input else [])),
-        out_specs=(specs, everywhere, BATCH_SPEC),
+        out_specs=(specs, everywhere, beside),
     )
     if cfg.train.post_updates:
         from jaxpar.step.global_updates import with_post_updates
 
         on_mesh = with_post_updates(on_mesh, ex, mesh, of_final_weights(features_of(cfg)))
     placed = NamedSharding(mesh, everywhere)
-    to = state_shardings(cfg, mesh), placed
+    to = state_shardings(cfg, mesh), None if GRADIENTS in requested else placed
     jitted: Any = jax.jit(_with_records(on_mesh), donate_argnums=0, out_shardings=to)
     return with_rates(jitted, cfg, placed) if as_input else jitted
 
@@ -84,7 +93,7 @@ def _with_records(step: Callable) -> Callable:
     @functools.wraps(step)
     def merged(*args: Any) -> tuple[TrainState, Metrics]:
         state, metrics, records = step(*args)
-        return state, Metrics(metrics | records)
+        return state, Metrics(metrics | records.pop(OF_TOKENS) | records)
 
     return merged
 
@@ -128,7 +137,7 @@ def train_step(
     rates: jax.Array | None = None,
     *,
     requested: tuple[str, ...] = (),
-) -> tuple[TrainState, Metrics, dict[str, jax.Array]]:
+) -> tuple[TrainState, Metrics, dict[str, Any]]:
     """Take one optimizer step. If loss or gradients are non-finite, only step and guard change."""
     features = features_in(ex.cfg, requested)
     later = of_final_weights(features) if ex.cfg.train.post_updates else ()
@@ -138,7 +147,12 @@ def train_step(
     s = functools.reduce(TrainStep.after, [f for f in features if f not in later], s)
     params = join(s.trainable, s.frozen)
     state = TrainState(state.step + 1, params, opt_state, s.extra)
-    return state, Metrics(s.metrics), s.records
+    return state, Metrics(s.metrics), _beside(s)
+
+
+def _beside(s: TrainStep) -> dict[str, Any]:
+    """Return what a step has beside state and metrics."""
+    return {OF_TOKENS: s.records} | ({GRADIENTS: s.grads} if GRADIENTS in s.requested else {})
 
 
 def loss_and_gradients(

@@ -8,6 +8,11 @@ from jaxpar.config import Config, flag, require
 MAX_LOSS_SCALE = 2.0**24
 
 
+def scales_loss(cfg: Config) -> bool:
+    """Return whether the loss is scaled: only in float16, which has a small range of exponents."""
+    return cfg.compute.dtype == "float16"
+
+
 def guards(cfg: Config) -> None:
     """Check the section `guard`."""
     g, path = cfg.guard, "guard.loss_scale"

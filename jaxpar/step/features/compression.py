@@ -25,7 +25,8 @@ class Compression(Feature):
     def reduce(self, grads: Any, specs: Any, s: TrainStep) -> tuple[Any, Any]:
         from jaxpar.parallel.replicas.reduction import reduce_compressed
 
-        grads = loss_scale.unscale_gradients(s.cfg, grads, s.scale)  # errors outlive a loss scale
+        # Errors outlive a loss scale.
+        grads = loss_scale.unscale_gradients(grads, s.scale, scaled=s.ex.scales_loss)
         return reduce_compressed(grads, s.extra.get(self.name, ()), specs, s.cfg.parallel)
 
     def after_update(self, s: TrainStep) -> TrainStep:

@@ -31,7 +31,7 @@ class Guard(Feature):
         return s.replace(scale=s.extra["guard"]["loss_scale"]) if "guard" in s.extra else s
 
     def after_update(self, s: TrainStep) -> TrainStep:
-        guard = loss_scale.update_guard(s.cfg, s.extra["guard"], s.ok)
+        guard = loss_scale.update_guard(s.cfg, s.extra["guard"], s.ok, scaled=s.ex.scales_loss)
         counts = {name: guard[name].astype(jnp.float32) for name in ("skipped", "in_a_row")}
         return s.with_extra(guard=guard).with_metrics(loss_scale=s.scale, **counts)
 
