@@ -42,7 +42,7 @@ ONE = "data=1"
 def on(cfg: Config, mesh: str, available: int) -> Config:
     """Return a config on a mesh. Raises:   ConfigError if it cannot run there."""
     parallel = parse_meshes([mesh], cfg.parallel)
-    return resolve_meshes(cfg, parallel, available, given=True)[mesh]
+    return resolve_meshes(cfg, parallel, available, given=True)[0][mesh]
 
 
 def mesh_of(cfg: Config, devices: Sequence[jax.Device]) -> Mesh:
@@ -120,17 +120,15 @@ def initial_weights(subject: Subject) -> Iterator[Result]:
     check = "initial weights"
     specs, kinds = flat(specs_of(subject.asked)), kinds_of(subject.asked)
     wrong = [f"{path} {rule}" for path in specs for rule in _declared_wrong(specs[path], kinds[path])]
-    what = wrong[0] if wrong else f"declarations of {len(specs)} weights"
-    yield Result(check, "", what, distance=len(wrong))
+    yield Result(check, "", "declared", len(wrong), where=next(iter(wrong), ""))
     cfg = subject.small
     values = to_host(initial_params(specs_of(cfg), cfg.train.seed))
     off = {path: _deviations(values[path], kind) for path, kind in kinds_of(cfg).items()}
     far, path = distances.worst(off)
-    what = f"values of {len(values)} weights, in standard deviations of their moments"
-    yield Result(check, "", f"{what}; worst {path}", far, DEVIATIONS)
+    what = "standard deviations from the distribution"
+    yield Result(check, "", what, far, DEVIATIONS, where=path)
     twice = _repeated(values)
-    what = f"initial values of {', '.join(twice)} are the same" if twice else "no values repeat"
-    yield Result(check, "", what, distance=len(twice))
+    yield Result(check, "", "values that repeat", len(twice), where=", ".join(twice))
 
 
 def _declared_wrong(spec: ParamSpec, kind: Kind) -> Iterator[str]:
@@ -198,8 +196,8 @@ def schedule(subject: Subject) -> Iterator[Result]:
     wanted = np.array([independent.learning_rate(o, n, step) for step in steps])
     errors = np.abs(found - wanted) / o.learning_rate
     at = int(np.argmax(errors))
-    what = f"learning rates of {len(steps)} steps; worst of step {steps[at]}: {found[at]:.6g}, "
-    yield Result("schedule", "", what + f"not {wanted[at]:.6g}", float(errors[at]), RATE)
+    where = f"step {steps[at]}: {found[at]:.6g}, not {wanted[at]:.6g}"
+    yield Result("schedule", "", "learning rate", float(errors[at]), RATE, where=where)
 
 
 #: Bound on the error of a learning rate relative to the peak: float32 counts steps to 1e7.
@@ -247,11 +245,11 @@ def optimizer(subject: Subject) -> Iterator[Result]:
 
     def compared(what: str, found: Arrays, right: Arrays, size: Callable[[str], Any]) -> Result:
         if found.keys() != right.keys():
-            names = ", ".join(sorted(found.keys() ^ right.keys()))
-            return Result("optimizer", "", f"{what}: only one side has {names}", math.inf, tolerance)
+            names = f"only one side has {', '.join(sorted(found.keys() ^ right.keys()))}"
+            return Result("optimizer", "", what, math.inf, tolerance, where=names)
         errors = {n: _mean_error(found[n], right[n], size(n)) for n in right}
         far, name = distances.worst(errors)
-        return Result("optimizer", "", f"{rule}: {what}; worst {name}", far, tolerance)
+        return Result("optimizer", "", what, far, tolerance, where=name)
 
     for i, g in enumerate(grads):
         state = update(state, _placed(g, cfg, mesh))
@@ -264,8 +262,8 @@ def optimizer(subject: Subject) -> Iterator[Result]:
         yield compared(f"weights {after}", {n: found[n] for n in kinds}, weights, changes)
         frozen = [n for n in begun if n not in kinds and not np.array_equal(found[n], begun[n])]
         if len(kinds) < len(begun):
-            what = f"{', '.join(frozen) or 'frozen weights'} {after}"
-            yield Result("optimizer", "", what, distance=len(frozen))
+            what = f"frozen weights {after}"
+            yield Result("optimizer", "", what, len(frozen), where=", ".join(frozen))
         moments = _moments_of(state.opt_state)
         for kind, right in wanted.moments.items():
             yield compared(f"{kind} {after}", moments.get(kind, {}), right, right.__getitem__)
