@@ -29,7 +29,7 @@ from jaxpar.optimizer import schedules
 from jaxpar.parallel.gradients import global_norm
 from jaxpar.sharding.axes import AXES
 from jaxpar.sharding.mesh import make_mesh, shardings
-from jaxpar.sharding.params import ParamSpec, flat, join, partition_specs
+from jaxpar.sharding.params import ParamSpec, count, flat, join, partition_specs
 from jaxpar.step.diloco.trainers import trainer_axes
 from jaxpar.step.feature import TrainStep
 from jaxpar.step.features import moving_average
@@ -66,12 +66,17 @@ _LETTERS = {
 }
 
 
+def is_own(term: Any) -> bool:
+    """Return whether a component is a user's."""
+    return not type(term).__module__.startswith("jaxpar.")
+
+
 def kinds_of(cfg: Config) -> dict[str, Kind]:
     """Return the kind of each weight by path: by its name, or as a user's component declares it."""
     own = dict[str, Weight]()
     for layer in cfg.model.layers:
         for term in (layer.mixer, layer.feed_forward):
-            if term is not None and not type(term).__module__.startswith("jaxpar."):
+            if term is not None and is_own(term):
                 own |= {f"{layer.name}/{n}": w for n, w in term.declared(cfg.model).items()}
     found = {}
     for path, spec in flat(specs_of(cfg)).items():
@@ -208,6 +213,9 @@ RATE = 1e-6
 #: Learning rate of the first compared update. Small rates would drown in the rounding of weights.
 FIRST_RATE = 0.05
 
+#: Steps of the warm-up.
+WARM_UP = 2
+
 #: Norms of given gradients, relative to clip_norm: those of the first and the last are clipped.
 NORMS = (2.0, 0.3, 5.0)
 
@@ -288,10 +296,14 @@ def of_updates(subject: Subject) -> Config:
     Moments are float32: `rounding.py` looks at others.
     """
     asked, small = subject.asked.optimizer, subject.small
-    exact = {n: getattr(small.optimizer, n) for n in _EXACT} | dict.fromkeys(_HOW, False)
-    ema = {"ema_decay": asked.ema_decay or DECAY, "ema_dtype": "float32"}
-    first = independent.learning_rate(asked, subject.asked.train.num_steps, 0)
-    rate = {"learning_rate": asked.learning_rate * FIRST_RATE / first}
+    exact: dict[str, Any] = {n: getattr(small.optimizer, n) for n in _EXACT}
+    exact |= dict.fromkeys(_HOW, False)
+    ema: dict[str, Any] = {"ema_decay": asked.ema_decay or DECAY, "ema_dtype": "float32"}
+    # `schedule` compares long warm-ups, whose first rates have the rounding error of the peak.
+    rate: dict[str, Any] = {"learning_rate": WARM_UP * FIRST_RATE, "schedule_by": "steps"}
+    rate |= {"warmup_steps": WARM_UP, "warmup_fraction": 0.0}
+    if asked.name == "sgd":  # its updates have the size of the gradients
+        rate["learning_rate"] *= math.sqrt(count(trainable_specs(small))) / (asked.clip_norm or 1.0)
     o = dataclasses.replace(asked, **exact, **ema, **rate)
     steps = {"train.num_steps": subject.asked.train.num_steps, "train.num_tokens": 0}
     return replace(small, optimizer=o, **steps, **{"train.num_epochs": 0.0})
