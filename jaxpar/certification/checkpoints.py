@@ -26,10 +26,8 @@ from jaxpar.config import Config, ConfigError, Model, replace
 from jaxpar.convert import torch_file
 from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.run_arrays import open_run
-from jaxpar.model.mup.widths import standard
 from jaxpar.model.plain.decoder import logits_of
 from jaxpar.sharding.fingerprint import named_leaves
-from jaxpar.sharding.params import flat
 from jaxpar.step.state import TrainState, abstract_logical, to_running
 
 #: Meshes to save on and to load on, in the order of preference: those of stages store layers in
@@ -343,7 +341,10 @@ PUBLISHED = {
 
 def published_weights(params: Arrays, model: Model, kind: str) -> Arrays:
     """Return weights by their published names."""
-    found = {"model.embed_tokens.weight": params["embed"], "model.norm.weight": params["final_norm"]}
+    found = {
+        "model.embed_tokens.weight": params["embed"],
+        "model.norm.weight": params["final_norm"],
+    }
     if "head" in params:
         found["lm_head.weight"] = params["head"].T
     for path, array in by_place(params, model).items():
@@ -355,7 +356,9 @@ def published_weights(params: Arrays, model: Model, kind: str) -> Arrays:
                 continue
             if "{}" in tensor and array.ndim == 3:
                 found |= {named.format(e): matrix.T for e, matrix in enumerate(array)}
-            elif "{}" not in tensor and (array.ndim == 1 or "mlp." not in tensor or array.ndim == 2):
+            elif "{}" not in tensor and (
+                array.ndim == 1 or "mlp." not in tensor or array.ndim == 2
+            ):
                 whole = array.reshape(int(np.prod(array.shape[:inputs])), -1).T
                 found[named] = array if array.ndim == 1 else whole
     return found

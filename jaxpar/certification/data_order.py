@@ -121,7 +121,7 @@ def _of_text(subject: Subject, folder: Path) -> Iterator[Result]:
 
     def opened(cfg: Config, devices: Sequence[jax.Device], **data: Any) -> Loader:
         fields: dict[str, Any] = {"path": str(paths[0]), "eos_id": END} | data
-        cfg = _of_files(cfg, fields)
+        cfg = of_files(cfg, fields)
         return Loader(cfg, mesh_of(cfg, devices), order=lambda length: order_of(cfg, length))
 
     one = on(subject.small, ONE, len(subject.devices))
@@ -135,8 +135,11 @@ def _of_text(subject: Subject, folder: Path) -> Iterator[Result]:
         yield _on_mesh(name, cfg, opened(cfg, subject.devices), wanted)
 
 
-def _of_files(cfg: Config, fields: dict[str, Any]) -> Config:
-    """Return a config of a text, whatever else the config trains on."""
+def of_files(cfg: Config, fields: dict[str, Any]) -> Config:
+    """Return a config of a text, whatever else the config trains on.
+
+    Args:     fields: of the section `data`.
+    """
     none = {"source": None, "mixture": "", "mixture_schedule": "", "length_schedule": ""}
     data = dataclasses.replace(cfg.data, **none | {"held_out": ""} | fields)
     train = dataclasses.replace(cfg.train, batch_schedule="")
@@ -224,7 +227,9 @@ def _mixed(texts: Sequence[Text], loader: Loader) -> Iterator[Result]:
     before = int(WEIGHTS[0] * BLOCK) % n  # of the epoch in which the first block ends
     sources, numbers = read(BLOCK - 2 * n, 4 * n)
     ends = [k for k, source in zip(numbers[: 2 * n], sources, strict=False) if source == 0]
-    begins = [k for k, source in zip(numbers[2 * n :], sources[2 * n :], strict=True) if source == 0]
+    begins = [
+        k for k, source in zip(numbers[2 * n :], sources[2 * n :], strict=True) if source == 0
+    ]
     epoch = ends[len(ends) - before :] + begins[: n - before]
     wrong += ["epoch over two blocks"] if sorted(epoch) != [*range(n)] else []
     yield _said("a mixture", wrong)

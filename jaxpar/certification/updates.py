@@ -23,6 +23,7 @@ from jaxpar.certification.results import Result, Subject
 from jaxpar.certification.traces import QUICK_COMPILE, Arrays, initial_params, to_host
 from jaxpar.components.weight import Weight
 from jaxpar.config import Config, replace
+from jaxpar.config.validate import resolve
 from jaxpar.execution.decisions import execution_of
 from jaxpar.model.parameters import specs_of, trainable_specs
 from jaxpar.optimizer import schedules
@@ -43,6 +44,16 @@ def on(cfg: Config, mesh: str, available: int) -> Config:
     """Return a config on a mesh. Raises:   ConfigError if it cannot run there."""
     parallel = parse_meshes([mesh], cfg.parallel)
     return resolve_meshes(cfg, parallel, available, given=True)[0][mesh]
+
+
+def on_one_device(asked: Config) -> Config:
+    """Return the config that a user gave, resolved for one device.
+
+    Raises:   ConfigError if it cannot run there.
+    """
+    parallel = parse_meshes([ONE], asked.parallel)[ONE]
+    parallel = dataclasses.replace(parallel, replica_reduction="float32")
+    return resolve(dataclasses.replace(asked, parallel=parallel), 1)
 
 
 def mesh_of(cfg: Config, devices: Sequence[jax.Device]) -> Mesh:
@@ -124,7 +135,9 @@ def initial_weights(subject: Subject) -> Iterator[Result]:
     """
     check = "initial weights"
     specs, kinds = flat(specs_of(subject.asked)), kinds_of(subject.asked)
-    wrong = [f"{path} {rule}" for path in specs for rule in _declared_wrong(specs[path], kinds[path])]
+    wrong = [
+        f"{path} {rule}" for path in specs for rule in _declared_wrong(specs[path], kinds[path])
+    ]
     yield Result(check, "", "declared", len(wrong), where=next(iter(wrong), ""))
     cfg = subject.small
     values = to_host(initial_params(specs_of(cfg), cfg.train.seed))
@@ -163,7 +176,7 @@ def _deviations(values: np.ndarray, kind: Kind) -> float:
     else:
         ends, uniform = (math.log(1e-3), math.log(0.1)), np.log(np.log1p(np.exp(x)))
     place = (uniform - ends[0]) / (ends[1] - ends[0])
-    if not (-1e-4 <= place.min() and place.max() <= 1 + 1e-4):
+    if not (place.min() >= -1e-4 and place.max() <= 1 + 1e-4):
         return math.inf
     return abs(place.mean() - 0.5) * math.sqrt(12 * x.size)
 
@@ -187,7 +200,8 @@ def schedule(subject: Subject) -> Iterator[Result]:
 
     Both are of the asked config.
     """
-    o, n = subject.asked.optimizer, subject.asked.train.num_steps
+    asked = on_one_device(subject.asked)
+    o, n = asked.optimizer, asked.train.num_steps
     if not isinstance(o.schedule, str):
         why = "the schedule is your own, and has no other version to compare with"
         yield Result("schedule", "", type(o.schedule).__name__, not_run=why)
@@ -260,7 +274,7 @@ def optimizer(subject: Subject) -> Iterator[Result]:
         return Result("optimizer", "", what, far, tolerance, where=name)
 
     for i, g in enumerate(grads):
-        state = update(state, _placed(g, cfg, mesh))
+        state = update(state, placed(g, cfg, mesh))
         weights = wanted.update(weights, {n: a.astype(np.float64) for n, a in g.items()})
         average = independent.averaged(average, weights, cfg.optimizer.ema_decay, i)
         if i not in (0, len(grads) - 1):
@@ -272,7 +286,7 @@ def optimizer(subject: Subject) -> Iterator[Result]:
         if len(kinds) < len(begun):
             what = f"frozen weights {after}"
             yield Result("optimizer", "", what, len(frozen), where=", ".join(frozen))
-        moments = _moments_of(state.opt_state)
+        moments = moments_of(state.opt_state)
         for kind, right in wanted.moments.items():
             yield compared(f"{kind} {after}", moments.get(kind, {}), right, right.__getitem__)
         ema = to_host(state.extra["ema"])
@@ -281,7 +295,7 @@ def optimizer(subject: Subject) -> Iterator[Result]:
     # From an average of zeros, whose rounding is not that of the weights.
     zeros = jax.tree.map(jnp.zeros_like, state.extra["ema"])
     late = dataclasses.replace(state, step=jax.device_put(jnp.int32(LATE), state.step.sharding))
-    found = update(late.with_extra(ema=zeros), _placed(grads[0], cfg, mesh)).extra["ema"]
+    found = update(late.with_extra(ema=zeros), placed(grads[0], cfg, mesh)).extra["ema"]
     weights = wanted.update(weights, {n: a.astype(np.float64) for n, a in grads[0].items()})
     decay, none = cfg.optimizer.ema_decay, {n: np.zeros_like(w) for n, w in weights.items()}
     average = independent.averaged(none, weights, decay, LATE)
@@ -305,7 +319,8 @@ def of_updates(subject: Subject) -> Config:
     if asked.name == "sgd":  # its updates have the size of the gradients
         rate["learning_rate"] *= math.sqrt(count(trainable_specs(small))) / (asked.clip_norm or 1.0)
     o = dataclasses.replace(asked, **exact, **ema, **rate)
-    steps = {"train.num_steps": subject.asked.train.num_steps, "train.num_tokens": 0}
+    steps = {"train.num_steps": on_one_device(subject.asked).train.num_steps}
+    steps |= {"train.num_tokens": 0}
     return replace(small, optimizer=o, **steps, **{"train.num_epochs": 0.0})
 
 
@@ -350,12 +365,13 @@ def update_program(cfg: Config, mesh: Mesh) -> Callable[[TrainState, Any], Train
     return jax.jit(whole, out_shardings=state_shardings(cfg, mesh), compiler_options=options)
 
 
-def _placed(grads: Arrays, cfg: Config, mesh: Mesh) -> Any:
+def placed(grads: Arrays, cfg: Config, mesh: Mesh) -> Any:
+    """Put gradients on a mesh whose layers are in the model's order."""
     tree = flax.traverse_util.unflatten_dict(grads, sep="/")
     return jax.device_put(tree, shardings(mesh, partition_specs(trainable_specs(cfg))))
 
 
-def _moments_of(opt_state: Any) -> dict[str, Arrays]:
+def moments_of(opt_state: Any) -> dict[str, Arrays]:
     """Return the arrays of an optax state by the name of the moment, and of the weight."""
     found: dict[str, Arrays] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state):
@@ -370,5 +386,3 @@ def _mean_error(found: np.ndarray, wanted: np.ndarray, size: np.ndarray) -> floa
     cancel, its error is any multiple of it."""
     error, mean = np.abs(found.astype(np.float64) - wanted).mean(), np.abs(size).mean()
     return float(error / mean) if mean > 0 else (0.0 if error == 0 else math.inf)
-
-
