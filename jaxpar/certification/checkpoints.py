@@ -57,7 +57,7 @@ def checkpoints(subject: Subject) -> Iterator[Result]:
         yield Result("checkpoint", "", "saved and loaded", not_run=str(error))
         return
     with tempfile.TemporaryDirectory() as folder:
-        written = Saved.of(here[1], Path(folder), subject.devices)
+        written = SavedState.of(here[1], Path(folder), subject.devices)
         for what, wrong in written.reloaded(there[1], subject.devices).items():
             yield _said("checkpoint", f"{here[0]} to {there[0]}", what, wrong)
         yield from _exported(written)
@@ -79,7 +79,7 @@ def _first(cfg: Config, names: Sequence[str], devices: Sequence[jax.Device]) -> 
 
 
 @dataclasses.dataclass(frozen=True)
-class Saved:
+class SavedState:
     """A checkpoint of random values.
 
     Args:
@@ -93,7 +93,7 @@ class Saved:
     misplaced: list[str]
 
     @classmethod
-    def of(cls, cfg: Config, folder: Path, devices: Sequence[jax.Device]) -> "Saved":
+    def of(cls, cfg: Config, folder: Path, devices: Sequence[jax.Device]) -> "SavedState":
         """Save a state in a new run in a folder."""
         cfg, mesh = of_files(cfg, folder), mesh_of(cfg, devices)
         state, logical = random_state(cfg, mesh)
@@ -193,7 +193,7 @@ def _equal(found: np.ndarray, wanted: np.ndarray) -> bool:
 # ---------------------------------------------------------------------------------------- exports
 
 
-def _exported(saved: Saved) -> Iterator[Result]:
+def _exported(saved: SavedState) -> Iterator[Result]:
     """Export the checkpoint in both formats, and look at the files."""
     cfg, check = saved.cfg, "export"
     params = {n.removeprefix("params/"): a for n, a in saved.logical.items() if "params/" in n}
@@ -233,8 +233,8 @@ def _exported(saved: Saved) -> Iterator[Result]:
     tokens = np.random.default_rng(0).integers(0, model.vocab_size, (1, min(cfg.data.seq_len, 32)))
     here = _logits(merged, tokens, model)
     # The exported one has no µP: its factors are those of other fields.
-    error = np.abs(_logits(back, tokens, source.config.model) - here).max() / np.abs(here).max()
-    yield Result(check, "", f"logits of {kind}, imported", float(error), LOGITS)
+    far = np.abs(_logits(back, tokens, source.config.model) - here).max() / np.abs(here).max()
+    yield Result(check, "", f"logits of {kind}, imported", float(far), LOGITS)
 
 
 #: Bound on the relative error of logits: factors are multiplied in another order.

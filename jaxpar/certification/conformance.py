@@ -1,7 +1,7 @@
 """The checks of `jaxpar.extend.check`: what a component must be, on one device and on meshes.
 
 The component gets two layers of a small model. What it computes alone, its gradients on meshes, a
-checkpoint, text and bfloat16 are each compared by the functions of `verify` and the tests.
+checkpoint, text and bfloat16 are each compared by the functions of `certify` and the tests.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpar.certification import small_config, traces
+from jaxpar.certification import checkpoints, small_config, text, traces
 from jaxpar.certification.command import start_devices
 from jaxpar.certification.comparison import compare_meshes
 from jaxpar.certification.meshes import parse_meshes, resolve_meshes
@@ -232,7 +232,7 @@ def _mesh_of(cfg: Config) -> Any:
 def _resumed(case: Case) -> Iterator[str]:
     """Save a state, and load the checkpoint on another mesh."""
     with tempfile.TemporaryDirectory() as folder:
-        saved = checkpoints.Saved.of(case.on(SAVED_ON), Path(folder), jax.devices())
+        saved = checkpoints.SavedState.of(case.on(SAVED_ON), Path(folder), jax.devices())
         for what, names in saved.reloaded(case.on(RESUMED_ON), jax.devices()).items():
             yield from (f"{what}, saved on {SAVED_ON}: {name} differs" for name in names)
 

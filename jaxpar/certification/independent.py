@@ -20,7 +20,7 @@ type Arrays = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class Kind:
+class WeightKind:
     """What a weight is.
 
     Args:
@@ -64,8 +64,8 @@ class Kind:
 
 #: Matrices by the letters of their inputs and outputs.
 MATRICES = {
-    "D HK": "wq wk wv w_attn_gate delta_q delta_k delta_v delta_z delta_b delta_a kda_q kda_k kda_v "
-    "mamba_z mamba_x mamba_b mamba_c",
+    "D HK": "wq wk wv w_attn_gate delta_q delta_k delta_v delta_z delta_b delta_a kda_q kda_k "
+    "kda_v mamba_z mamba_x mamba_b mamba_c",
     "D H": "kda_b mamba_dt",
     "D R": "wq_a wkv_a kda_f_a kda_g_a",
     "R HK": "wq_b wkv_b kda_f_b kda_g_b",
@@ -98,7 +98,7 @@ TIME_STEPS = "delta_dt_bias kda_dt_bias mamba_dt_bias".split()
 _LETTERS = {name: tuple(of.split()) for of, names in MATRICES.items() for name in names.split()}
 
 
-def kind_of(path: str, ndim: int, cfg: Config) -> Kind:
+def kind_of(path: str, ndim: int, cfg: Config) -> WeightKind:
     """Return what the weight of a path, such as "layers/wq", is. Raises KeyError for others."""
     m, name = cfg.model, path.rsplit("/", maxsplit=1)[-1]
     in_layer, std = "/" in path, m.init_std
@@ -106,8 +106,8 @@ def kind_of(path: str, ndim: int, cfg: Config) -> Kind:
         inputs, outputs = _LETTERS[name[: -len("_lora_a")]]
         if name.endswith("_a"):
             # Those of PEFT's uniform distribution: variance 1 / (3 inputs). The caller knows them.
-            return Kind(inputs, "R", len(inputs) + 1, std=math.nan, decays=True)
-        return Kind("R", outputs, len(outputs) + 1, "zeros", decays=True)
+            return WeightKind(inputs, "R", len(inputs) + 1, std=math.nan, decays=True)
+        return WeightKind("R", outputs, len(outputs) + 1, "zeros", decays=True)
     trained = cfg.lora.rank == 0
     if name in _LETTERS:
         inputs, outputs = _LETTERS[name]
@@ -115,22 +115,24 @@ def kind_of(path: str, ndim: int, cfg: Config) -> Kind:
             std /= math.sqrt(2 * ((m.mup and m.mup.base_depth) or len(m.layers)))
         own = len(inputs) + len(outputs)
         std /= math.sqrt(width_ratio(inputs, m))
-        return Kind(inputs, outputs, own, std=std, decays=True, trained=trained)
+        return WeightKind(inputs, outputs, own, std=std, decays=True, trained=trained)
     if name in TABLES:
         readout = name == "router"
         std /= _width(m) if readout else 1
         own = TABLES[name]
-        return Kind(
+        return WeightKind(
             own_dims=own, std=std, decays=True, trained=trained, table=True, readout=readout
         )
     if "_conv_" in name:  # a kernel for each channel; the caller knows its width
-        return Kind(own_dims=3, std=math.nan, decays=True, trained=trained, table=True)
+        return WeightKind(own_dims=3, std=math.nan, decays=True, trained=trained, table=True)
     of_experts = name in ("b_gate", "b_up") and ndim == 3
     own = ndim - in_layer - of_experts
     if name == "w_shared_router":
-        return Kind(own_dims=own, std=std / _width(m), decays=True, trained=trained, readout=True)
+        return WeightKind(
+            own_dims=own, std=std / _width(m), decays=True, trained=trained, readout=True
+        )
     if name == "sinks":
-        return Kind(own_dims=own, std=std, trained=trained)
+        return WeightKind(own_dims=own, std=std, trained=trained)
     inits = {
         **dict.fromkeys(GAINS, "zeros" if m.norm.offset else "ones"),
         **dict.fromkeys(ONES, "ones"),
@@ -138,10 +140,10 @@ def kind_of(path: str, ndim: int, cfg: Config) -> Kind:
         **dict.fromkeys(DECAY_RATES, "decay_rate"),
         **dict.fromkeys(TIME_STEPS, "time_step"),
     }
-    return Kind(own_dims=own, init=inits[name], trained=trained and name != "router_bias")
+    return WeightKind(own_dims=own, init=inits[name], trained=trained and name != "router_bias")
 
 
-def with_sizes(kind: Kind, shape: tuple[int, ...]) -> Kind:
+def with_sizes(kind: WeightKind, shape: tuple[int, ...]) -> WeightKind:
     """Return a kind with the standard deviation that depends on its shape."""
     if not math.isnan(kind.std):
         return kind
@@ -150,7 +152,7 @@ def with_sizes(kind: Kind, shape: tuple[int, ...]) -> Kind:
     else:
         ndim = len(shape)
         std = (3 * math.prod(shape[kind.lead(ndim) : kind.cut(ndim)])) ** -0.5
-    return Kind(**{**vars(kind), "std": std})
+    return WeightKind(**{**vars(kind), "std": std})
 
 
 # ------------------------------------------------------------------------------------------- µP
@@ -176,7 +178,7 @@ def width_ratio(letters: str, m: Model) -> float:
     return of.get(letters, 1.0)
 
 
-def rate_factor(kind: Kind, m: Model) -> float:
+def rate_factor(kind: WeightKind, m: Model) -> float:
     """Return the factor of a weight's updates in µP: of Adam's and Lion's, table 8."""
     return 1 / (_width(m) if kind.readout else width_ratio(kind.inputs, m))
 
@@ -274,7 +276,7 @@ class Optimizer:
     """
 
     cfg: Config
-    kinds: Mapping[str, Kind]
+    kinds: Mapping[str, WeightKind]
     count: int = 0
     moments: dict[str, Arrays] = field(default_factory=dict)
 
@@ -334,10 +336,10 @@ class Optimizer:
         step = newton_schulz(x.reshape(-1, rows, columns), o.muon_steps, o.eps).reshape(x.shape)
         m = self.cfg.model
         wider = width_ratio(kind.inputs, m), width_ratio(kind.outputs, m)
-        rows, columns = rows / wider[0], columns / wider[1]
-        size = math.sqrt(max(1, columns / rows))
+        of_base = rows / wider[0], columns / wider[1]
+        size = math.sqrt(max(1, of_base[1] / of_base[0]))
         if o.muon_scale == "rms":
-            size = 0.2 * math.sqrt(max(rows, columns))
+            size = 0.2 * math.sqrt(max(of_base))
         return size * math.sqrt(wider[1] / wider[0]) * step
 
     def _adafactor(self, path: str, g: np.ndarray) -> np.ndarray:

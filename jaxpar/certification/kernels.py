@@ -47,8 +47,8 @@ def kernels(subject: Subject) -> Iterator[Result]:
     for name, run in runs.items():
         try:
             errors = run()
-        except ConfigError as error:
-            yield Result("kernels", "", name, np.inf, attention.BOUND, where=str(error))
+        except ConfigError as wrong:
+            yield Result("kernels", "", name, np.inf, attention.BOUND, where=str(wrong))
             continue
         if not errors:
             yield Result("kernels", "", name, not_run="the config runs the reference, or has none")

@@ -113,9 +113,9 @@ class Served:
         for text, prompt, row in zip(texts, prompts, rows, strict=True):
             text[: len(prompt) + NEW] = prompt + row
         logits = self.whole(texts)
-        for row, length in enumerate(PROMPTS):
-            right = logits[row, length - 1 : length + NEW - 1]
-            chosen = right[np.arange(NEW), rows[row]]
+        for i, length in enumerate(PROMPTS):
+            right = logits[i, length - 1 : length + NEW - 1]
+            chosen = right[np.arange(NEW), rows[i]]
             error = (right.max(axis=-1) - chosen) / np.abs(right).max()
             at = length + int(np.argmax(error))
             yield float(error.max()), f"token {at} after a prompt of {length}"

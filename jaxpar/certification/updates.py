@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxpar.certification import distances, independent
-from jaxpar.certification.independent import Kind
+from jaxpar.certification.independent import WeightKind
 from jaxpar.certification.meshes import num_devices, parse_meshes, resolve_meshes
 from jaxpar.certification.results import Result, Subject
 from jaxpar.certification.traces import QUICK_COMPILE, Arrays, initial_params, to_host
@@ -68,7 +68,7 @@ def compile_options(devices: Sequence[jax.Device]) -> dict[str, Any] | None:
 
 # ------------------------------------------------------------------------------ kinds of weights
 
-#: Letters of `Kind` by logical axis, for weights of users' components.
+#: Letters of `WeightKind` by logical axis, for weights of users' components.
 _LETTERS = {
     **dict.fromkeys(("embed", "expert_embed"), "D"),
     **dict.fromkeys(("mlp", "whole_mlp"), "F"),
@@ -82,7 +82,7 @@ def is_own(term: Any) -> bool:
     return not type(term).__module__.startswith("jaxpar.")
 
 
-def kinds_of(cfg: Config) -> dict[str, Kind]:
+def kinds_of(cfg: Config) -> dict[str, WeightKind]:
     """Return the kind of each weight by path: by its name, or as a user's component declares it."""
     own = dict[str, Weight]()
     for layer in cfg.model.layers:
@@ -99,7 +99,7 @@ def kinds_of(cfg: Config) -> dict[str, Kind]:
     return found
 
 
-def _declared(w: Weight, cfg: Config) -> Kind:
+def _declared(w: Weight, cfg: Config) -> WeightKind:
     m, cut = cfg.model, len(w.shape) - w.columns
     letters = [_LETTERS.get(axis, "R") for axis in w.axes]
     counts = sum(axis in ("experts", "spread_experts") for axis in w.axes)
@@ -107,7 +107,7 @@ def _declared(w: Weight, cfg: Config) -> Kind:
     std = m.init_std if w.std is None else w.std
     std /= math.sqrt(2 * m.base_depth) if w.to_stream else 1
     std /= math.sqrt(independent.width_ratio(inputs, m)) if w.columns else 1
-    return Kind(
+    return WeightKind(
         inputs=inputs,
         outputs=outputs if w.columns else "",
         own_dims=len(w.shape) - counts,
@@ -136,7 +136,7 @@ def initial_weights(subject: Subject) -> Iterator[Result]:
     check = "initial weights"
     specs, kinds = flat(specs_of(subject.asked)), kinds_of(subject.asked)
     wrong = [
-        f"{path} {rule}" for path in specs for rule in _declared_wrong(specs[path], kinds[path])
+        f"{path} {rule}" for path in specs for rule in declared_wrong(specs[path], kinds[path])
     ]
     yield Result(check, "", "declared", len(wrong), where=next(iter(wrong), ""))
     cfg = subject.small
@@ -149,7 +149,8 @@ def initial_weights(subject: Subject) -> Iterator[Result]:
     yield Result(check, "", "values that repeat", len(twice), where=", ".join(twice))
 
 
-def _declared_wrong(spec: ParamSpec, kind: Kind) -> Iterator[str]:
+def declared_wrong(spec: ParamSpec, kind: WeightKind) -> Iterator[str]:
+    """Say what of the declaration of a weight is not that of its kind."""
     if spec.init != kind.init:
         yield f"begins with {spec.init}, not {kind.init}"
     elif kind.init == "normal" and not math.isclose(spec.std, kind.std, rel_tol=1e-6):
@@ -160,7 +161,7 @@ def _declared_wrong(spec: ParamSpec, kind: Kind) -> Iterator[str]:
         yield f"is {'not ' * (not spec.trainable)}trained"
 
 
-def _deviations(values: np.ndarray, kind: Kind) -> float:
+def _deviations(values: np.ndarray, kind: WeightKind) -> float:
     """Return how far a weight's values are from their distribution, in standard deviations."""
     x = values.astype(np.float64)
     if kind.init in ("ones", "zeros"):
@@ -332,8 +333,10 @@ def random_gradients(kinds: Any, cfg: Config, index: int) -> Arrays:
     """Draw gradients whose sizes differ from element to element, float32, of the index's norm."""
     specs = flat(trainable_specs(cfg))
     rng = np.random.default_rng((cfg.train.seed, index))
-    draw = lambda shape: rng.normal(size=shape) * 10 ** (rng.normal(size=shape) / 2)  # noqa: E731
-    found = {path: draw(specs[path].shape) for path in kinds}
+    found = dict[str, np.ndarray]()
+    for path in kinds:
+        shape = specs[path].shape
+        found[path] = rng.normal(size=shape) * 10 ** (rng.normal(size=shape) / 2)
     norm = math.sqrt(sum(float(np.sum(g * g)) for g in found.values()))
     limit = cfg.optimizer.clip_norm or 1.0
     # A clipped norm is at least 1: the step adds 1e-6 to it.
