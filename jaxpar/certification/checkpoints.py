@@ -23,6 +23,7 @@ from jaxpar.certification.traces import Arrays
 from jaxpar.certification.updates import DECAY, is_own, mesh_of, on
 from jaxpar.checkpoint import stored_arrays
 from jaxpar.config import Config, ConfigError, Model, replace
+from jaxpar.config.layout.layer_split import is_equal
 from jaxpar.convert import torch_file
 from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.run_arrays import open_run
@@ -56,11 +57,15 @@ def checkpoints(subject: Subject) -> Iterator[Result]:
     except ConfigError as error:
         yield Result("checkpoint", "", "saved and loaded", not_run=str(error))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        written = SavedState.of(here[1], Path(folder), subject.devices)
-        for what, wrong in written.reloaded(there[1], subject.devices).items():
-            yield _said("checkpoint", f"{here[0]} to {there[0]}", what, wrong)
-        yield from _exported(written)
+    unequal = [(n, c) for n, c in subject.meshes.items() if c.parallel.layers_per_stage]
+    same = lambda of: dataclasses.replace(of, optimizer=cfg.optimizer)  # noqa: E731
+    for name, on_mesh in (here, *((n, same(c)) for n, c in unequal[:1])):
+        with tempfile.TemporaryDirectory() as folder:
+            written = SavedState.of(on_mesh, Path(folder), subject.devices)
+            for what, wrong in written.reloaded(there[1], subject.devices).items():
+                yield _said("checkpoint", f"{name} to {there[0]}", what, wrong)
+            if name == here[0]:
+                yield from _exported(written)
 
 
 def _said(check: str, mesh: str, what: str, wrong: Sequence[str]) -> Result:
@@ -68,14 +73,16 @@ def _said(check: str, mesh: str, what: str, wrong: Sequence[str]) -> Result:
 
 
 def _first(cfg: Config, names: Sequence[str], devices: Sequence[jax.Device]) -> tuple[str, Config]:
-    """Return the first mesh on which the config can run, and the config on it."""
-    errors = []
-    for name in names:
+    """Return the first mesh on which the config runs with equal stages, and the config on it."""
+    *others, last = names
+    for name in others:
         try:
-            return name, on(cfg, name, len(devices))
-        except ConfigError as error:
-            errors.append(error)
-    raise errors[-1]
+            on_mesh = on(cfg, name, len(devices))
+        except ConfigError:
+            continue
+        if is_equal(on_mesh):
+            return name, on_mesh
+    return last, on(cfg, last, len(devices))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +169,9 @@ def in_other_places(running: TrainState, logical: Arrays, cfg: Config) -> list[s
     for name, array in named_leaves(running.saved).items():
         right = logical[name]
         if _on_stages(name, cfg):
-            right = right[rows_of_stages(len(right), cfg)]
+            rows = rows_of_stages(len(right), cfg)
+            right = np.where(rows.reshape(-1, *(1,) * (right.ndim - 1)) < 0, 0, right[rows])
+            right = right.astype(logical[name].dtype)
         if not _equal(np.asarray(array), right):
             wrong.append(name)
     return wrong
@@ -175,15 +184,24 @@ def _on_stages(name: str, cfg: Config) -> bool:
 
 
 def rows_of_stages(count: int, cfg: Config) -> np.ndarray:
-    """Return the layer in each row of a mesh with equal stages.
+    """Return the layer in each row of a mesh, or -1 in rows without.
 
-    Stage p of P runs parts p, P + p, 2P + p, ... of the layers, and has them one after another.
+    Stage p of P runs parts p, P + p, 2P + p, ... of the layers, and has them one after another. A
+    part that is shorter than the longest ends with rows of zeros.
 
     Source:   Narayanan et al. 2021 (2104.04473), section 2.2: interleaved stages.
     """
-    stages, parts = cfg.parallel.pipeline, cfg.parallel.virtual_stages
-    layers = np.arange(count).reshape(parts, stages, -1)
-    return np.concatenate([layers[part, stage] for stage in range(stages) for part in range(parts)])
+    p = cfg.parallel
+    parts = p.pipeline * p.virtual_stages
+    given = [int(size) for size in p.layers_per_stage.split(",")] if p.layers_per_stage else []
+    # Given sizes count layers of every name, of which a model with unequal stages has one here.
+    sizes = given if sum(given) == count else [count // parts] * parts
+    rows, first = np.full((parts, max(sizes)), -1), 0
+    for part, size in enumerate(sizes):
+        rows[part, :size] = np.arange(first, first + size)
+        first += size
+    of_stages = rows.reshape(p.virtual_stages, p.pipeline, -1).swapaxes(0, 1)
+    return of_stages.ravel()
 
 
 def _equal(found: np.ndarray, wanted: np.ndarray) -> bool:
@@ -330,10 +348,14 @@ _FOUR_NORMS = {
     "pre_feedforward_layernorm.weight": "mlp_norm",
     "post_feedforward_layernorm.weight": "mlp_post_norm",
 }
+_OF_LATENTS = {n: name for n, name in _OF_LAYER.items() if name not in ("wq", "wk", "wv")}
 PUBLISHED = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "granite"), _OF_LAYER),
     "qwen3": _OF_LAYER | _OF_HEADS,
     "qwen3_moe": _OF_LAYER | _OF_HEADS | _OF_EXPERTS,
+    "deepseek_v2": _OF_LATENTS | _OF_EXPERTS,
+    "deepseek_v3": _OF_LATENTS | _OF_EXPERTS,
+    "gpt_oss": _OF_LAYER,
     "gemma2": _OF_LAYER | _FOUR_NORMS,
     "gemma3_text": _OF_LAYER | _OF_HEADS | _FOUR_NORMS,
 }
@@ -347,8 +369,12 @@ def published_weights(params: Arrays, model: Model, kind: str) -> Arrays:
     }
     if "head" in params:
         found["lm_head.weight"] = params["head"].T
-    for path, array in by_place(params, model).items():
+    placed = by_place(params, model)
+    for path, array in placed.items():
         place, _, weight = path.rpartition(".")
+        if kind == "gpt_oss" and weight == "w_gate":  # [experts, inputs, outputs], in turn
+            both = np.stack([array, placed[f"{place}.w_up"]], axis=-1)
+            found[f"model.{place}.mlp.experts.gate_up_proj"] = both.reshape(*array.shape[:-1], -1)
         inputs = 2 if weight == "wo" else 1  # dims: of heads, or of the width
         for tensor, name in PUBLISHED[kind].items():
             named = f"model.{place}.{tensor}"

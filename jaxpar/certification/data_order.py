@@ -19,6 +19,7 @@ from jaxpar.config import Config
 from jaxpar.config.schema.objectives import DpoConfig
 from jaxpar.data.loader import Loader
 from jaxpar.data.mixture import BLOCK
+from jaxpar.data.packing import pack
 from jaxpar.data.skips import SkippedBatches
 from jaxpar.parallel.context import order_of
 from jaxpar.sharding.batch import IGNORED, Batch
@@ -129,6 +130,7 @@ def _of_text(subject: Subject, folder: Path) -> Iterator[Result]:
     yield from _epochs(texts[0], plain(), rows)
     yield from _resumed(plain)
     yield from _once(texts[0], plain())
+    yield _targets(texts[0])
     yield from _mixed(texts, plain(path="", mixture=_weighted(paths)))
     wanted = [plain().batch(step) for step in STEPS]
     for name, cfg in subject.meshes.items():
@@ -198,6 +200,16 @@ def _once(text: Text, loader: Loader) -> Iterator[Result]:
     labels = [int((text.sequence(i)["labels"] != IGNORED).sum()) for i in range(n)]
     wrong = [] if counted == sum(labels) else [f"{counted} labels, not {sum(labels)}"]
     yield _said("sequences read once", wrong)
+
+
+def _targets(text: Text) -> Result:
+    """Pack tokens of which some are no targets, as those of a user in a conversation."""
+    rng, T = np.random.default_rng(3), text.length
+    tokens = text.tokens[: T + 1].astype(np.int32)
+    spared = rng.random(T + 1) < 0.5
+    labels = pack(tokens[None], None, spared[None]).labels[0]
+    right = [IGNORED if spared[at + 1] else int(tokens[at + 1]) for at in range(T)]
+    return _said("labels of targets alone", [] if labels.tolist() == right else ["labels"])
 
 
 def _mixed(texts: Sequence[Text], loader: Loader) -> Iterator[Result]:

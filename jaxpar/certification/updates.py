@@ -27,6 +27,7 @@ from jaxpar.config.validate import resolve
 from jaxpar.execution.decisions import execution_of
 from jaxpar.model.parameters import specs_of, trainable_specs
 from jaxpar.optimizer import schedules
+from jaxpar.optimizer.rate_table import rate_table, schedule_of
 from jaxpar.parallel.gradients import global_norm
 from jaxpar.sharding.axes import AXES
 from jaxpar.sharding.mesh import make_mesh, shardings
@@ -211,7 +212,10 @@ def schedule(subject: Subject) -> Iterator[Result]:
     near = {0, 1, first - 1, first, first + 1, first + 2, (first + n) // 2}
     near |= {n * k // 10 for k in range(1, 10)} | {n - 2, n - 1, n, n + 10}
     steps = sorted(step for step in near if step >= 0)
-    rate = schedules.learning_rate(o, n)
+    if o.schedule_as_input:
+        rate = schedule_of(jnp.asarray(rate_table(o, n)))
+    else:
+        rate = schedules.learning_rate(o, n)
     found = np.asarray([rate(jnp.int32(step)) for step in steps], np.float64)
     wanted = np.array([independent.learning_rate(o, n, step) for step in steps])
     errors = np.abs(found - wanted) / o.learning_rate
