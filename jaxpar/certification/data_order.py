@@ -5,6 +5,7 @@ must be follows from the text alone: no function of `data` is on the other side.
 """
 
 import dataclasses
+import functools
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -74,6 +75,7 @@ class Text:
             position += 1
         return {name: np.array(values, np.int32) for name, values in row.items()}
 
+    @functools.cached_property
     def number_of(self) -> dict[bytes, int]:
         """Return the number of each sequence by its tokens, of which no two have the same."""
         return {self.sequence(i)["tokens"].tobytes(): i for i in range(self.num_sequences)}
@@ -81,7 +83,7 @@ class Text:
     def errors(self, batch: Batch) -> tuple[list[str], list[int]]:
         """Return the fields of a batch on the host that are not those of its sequences, and their
         numbers; -1 for what is no sequence."""
-        known, wrong, numbers = self.number_of(), set[str](), list[int]()
+        known, wrong, numbers = self.number_of, set[str](), list[int]()
         for row in range(len(batch.tokens)):
             found = {name: np.asarray(getattr(batch, name))[row] for name in FIELDS}
             numbers.append(known.get(found["tokens"].tobytes(), -1))
@@ -97,7 +99,7 @@ def random_text(cfg: Config, num_sequences: int, seed: int) -> Text:
         tokens = rng.integers(1, cfg.model.vocab_size, num_sequences * T + 1)
         tokens[rng.random(len(tokens)) < 1 / DOCUMENT] = END
         text = Text(tokens, T, cfg.data.document_mask)
-        if len(text.number_of()) == num_sequences:
+        if len(text.number_of) == num_sequences:
             return text
     raise AssertionError(f"no text of {num_sequences} different sequences of {T} tokens")
 
@@ -214,13 +216,14 @@ def _targets(text: Text) -> Result:
 
 def _mixed(texts: Sequence[Text], loader: Loader) -> Iterator[Result]:
     """Look at a mixture: shares, orders, and what a source goes on with in the next block."""
-    rows, known = loader.sizes.at(0).rows, [text.number_of() for text in texts]
+    rows, known = loader.sizes.at(0).rows, [text.number_of for text in texts]
 
     def read(begin: int, count: int) -> tuple[np.ndarray, list[int]]:
         sources, numbers = list[int](), list[int]()
-        for at in range(begin, begin + count):
-            step, row = divmod(at, rows)
-            tokens = loader.host_rows(step, np.array([row])).tokens[0].astype(np.int32).tobytes()
+        first, end = begin // rows, -(-(begin + count) // rows)
+        batches = [loader.host_rows(step, np.arange(rows)).tokens for step in range(first, end)]
+        every = np.concatenate(batches).astype(np.int32)[begin - first * rows :][:count]
+        for tokens in (row.tobytes() for row in every):
             found = [i for i, of in enumerate(known) if tokens in of]
             sources.append(found[0] if found else -1)
             numbers.append(known[found[0]][tokens] if found else -1)

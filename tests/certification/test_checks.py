@@ -26,7 +26,7 @@ from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.data import packing, shuffle
 from jaxpar.data.loader import Loader
 from jaxpar.inference import generation
-from jaxpar.model import parameters
+from jaxpar.model import decode, parameters
 from jaxpar.model.parameters import specs_of
 from jaxpar.optimizer import moments, rules, schedules, stochastic_rounding
 from jaxpar.parallel.fsdp import gather as fsdp
@@ -122,9 +122,6 @@ FAULTS: dict[str, Callable] = {
     "eps in the root": lambda m: m.setattr(
         rules, "scale_by_adam", lambda c, _: optax.scale_by_adam(c.beta1, c.beta2, 0, c.eps * 1e4)
     ),
-    "average of the start": lambda m: m.setattr(
-        moving_average, "decay", lambda most, step: jnp.minimum(most, (2.0 + step) / (11.0 + step))
-    ),
     "average of another decay": lambda m: m.setattr(
         moving_average,
         "decay",
@@ -138,9 +135,9 @@ def flat_like(specs):
 
 
 def test_faults_of_updates_are_found(monkeypatch):
-    for name in ("decay of all", "average of another decay"):
+    for name, inject in FAULTS.items():
         with monkeypatch.context() as patched:
-            FAULTS[name](patched)
+            inject(patched)
             assert wrong(updates.optimizer, subject()), name
 
 
@@ -213,6 +210,16 @@ def test_moments_that_are_not_restored_are_found(monkeypatch):
 def test_text():
     found = run(text.text, subject())
     assert all(result.passed and not result.not_run for result in found)
+
+
+def test_a_cache_one_position_ahead_is_found(monkeypatch):
+    real = decode.step
+    late = lambda w, tokens, at, *more: real(w, tokens, at + 1, *more)  # noqa: E731
+    monkeypatch.setattr(decode, "step", late)
+    served = text.Served.of(subject().small, 1, jax.devices())
+    with jax.default_matmul_precision("highest"):
+        error, where = max(served.errors())
+    assert error > 1e-3 and where.startswith("the token")
 
 
 def test_chances_that_leave_out_a_token_are_found(monkeypatch):
