@@ -58,8 +58,10 @@ STATE = {
 
 SUMS, REPLICAS = "parallel.grad_reduce", "parallel.replica_reduction"
 
-#: Meshes of matmuls and of sums, in the order of preference.
+#: Meshes of matmuls and of sums, in the order of preference. Scales of float8 are powers of two:
+#: that of a quarter of a weight is more often another one than that of a half.
 OF_COMPUTE = ("data=2,tensor=2", "data=2,expert=2", "data=2")
+OF_FLOAT8 = ("data=4,tensor=2", "data=4", "data=2,expert=2", "data=2")
 OF_SUMS = ("data=4", "data=2", "expert=2", "sequence=2")
 
 #: Half the distance of two bfloat16 numbers, relative to them.
@@ -151,7 +153,8 @@ def _trace(cfg: Config, subject: Subject) -> Arrays:
 def _gradients(subject: Subject, fields: Fields) -> Iterator[Result]:
     """Compare gradients of a mesh and of one device, which round alike."""
     rounded = replace(subject.small, **dict(fields))
-    name, there = _first(rounded, OF_COMPUTE, subject.devices)
+    names = OF_COMPUTE if "compute.dtype" in fields else OF_FLOAT8
+    name, there = _first(rounded, names, subject.devices)
     # What is gathered is rounded on a mesh alone, as the matmuls round it on one device.
     here = on(replace(rounded, **{"parallel.gather_dtype": "compute"}), ONE, len(subject.devices))
     yield from _compared(
@@ -244,6 +247,10 @@ OF_STATES = ("data=2,tensor=2", "data=2", "data=1")
 #: would add up to 1 / (1 - beta). 8 bits: the distance of two codes is up to 1/9 of the number.
 STORED = {"bfloat16": 2.0**-7.5 / math.sqrt(6), "8bit": 1 / 9 / math.sqrt(12)}
 
+#: Share of the codes of 8 bits that may be unused. Second moments are positive: they have codes of
+#: their own, of which none is for a negative number (Dettmers et al. 2022, 2110.02861, section 2).
+UNUSED = 0.45
+
 #: Share of a state's numbers that may differ between meshes, whose float32 values differ in the
 #: last bit: some lie between the two that are rounded to.
 OTHER = 1e-3
@@ -266,7 +273,8 @@ def _states(subject: Subject, fields: Fields) -> Iterator[Result]:
     cfg = replace(base, **same, **dict(fields))
     name, there = _first(cfg, OF_STATES, subject.devices)
     here = on(cfg, ONE, len(subject.devices))
-    found, wanted, alone = _updated(there, subject), _exact(here, subject), _updated(here, subject)
+    (found, codes), (alone, _) = _updated(there, subject), _updated(here, subject)
+    wanted = _exact(here, subject)
     for moment, arrays in found.items():
         dtype = _dtype_of(moment, cfg)
         if dtype == "float32":
@@ -280,6 +288,11 @@ def _states(subject: Subject, fields: Fields) -> Iterator[Result]:
         far, path = distances.worst(differ)
         what = f"share of {what} that is not as on one device"
         yield Result("rounding", name, what, far, OTHER, where=path)
+        if moment in codes:
+            far = 1 - codes[moment] / 256
+            yield Result(
+                "rounding", name, f"share of codes that {moment} does not use", far, UNUSED
+            )
 
 
 def _stored(mesh: str, what: str, found: Arrays, wanted: Arrays, bound: float) -> Iterator[Result]:
@@ -307,14 +320,15 @@ def _decay_of(moment: str, cfg: Config) -> float:
     return {"nu": o.beta2, "ema": DECAY, "mu": max(o.beta1, o.muon_momentum)}.get(moment, o.beta1)
 
 
-def _updated(cfg: Config, subject: Subject) -> dict[str, Arrays]:
-    """Return moments and average after UPDATES, by their names, in float32."""
+def _updated(cfg: Config, subject: Subject) -> tuple[dict[str, Arrays], dict[str, int]]:
+    """Return moments and average after UPDATES, by their names, in float32; and how many 8-bit
+    codes each moment uses."""
     mesh = mesh_of(cfg, subject.devices)
     update, state = update_program(cfg, mesh), init_state(cfg, mesh)
     grads = placed(_gradient(cfg), cfg, mesh)
     for _ in range(UPDATES):
         state = update(state, grads)
-    found: dict[str, Arrays] = {}
+    found, codes = dict[str, Arrays](), dict[str, int]()
     for moment, arrays in moments_of(state.opt_state).items():
         field = _FIELD.get(moment)
         tree = flax.traverse_util.unflatten_dict(arrays, sep="/")
@@ -322,8 +336,11 @@ def _updated(cfg: Config, subject: Subject) -> dict[str, Arrays]:
             lambda a, field=field: np.asarray(in_float32(field, a)), tree, is_leaf=is_quantized
         )
         found[moment] = flat(exact)
+        stored = [np.ravel(a) for path, a in arrays.items() if path.endswith("/codes")]
+        if stored:
+            codes[moment] = len(np.unique(np.concatenate(stored)))
     found["ema"] = {n: a.astype(np.float32) for n, a in traces.to_host(state.extra["ema"]).items()}
-    return found
+    return found, codes
 
 
 def _exact(cfg: Config, subject: Subject) -> dict[str, Arrays]:
