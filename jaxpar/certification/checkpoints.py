@@ -140,7 +140,7 @@ def of_files(cfg: Config, folder: Path) -> Config:
     tokens = np.arange(4 * cfg.data.seq_len, dtype="<u2") % cfg.model.vocab_size
     tokens.tofile(folder / "tokens.bin")
     files: dict[str, Any] = {"run.dir": f"{folder}/run", "data.path": f"{folder}/tokens.bin"}
-    files |= {"data.eos_id": 0, "data.mixture": "", "data.mixture_schedule": ""}
+    files |= {"data.eos_id": 0, "data.mixture": (), "data.mixture_schedule": ()}
     return replace(cfg, **files, **{"data.source": None, "data.held_out": ""})
 
 
@@ -194,9 +194,9 @@ def rows_of_stages(count: int, cfg: Config) -> np.ndarray:
     """
     p = cfg.parallel
     parts = p.pipeline * p.virtual_stages
-    given = [int(size) for size in p.layers_per_stage.split(",")] if p.layers_per_stage else []
     # Given sizes count layers of every name, of which a model with unequal stages has one here.
-    sizes = given if sum(given) == count else [count // parts] * parts
+    given = p.layers_per_stage
+    sizes = given if sum(given) == count else (count // parts,) * parts
     rows, first = np.full((parts, max(sizes)), -1), 0
     for part, size in enumerate(sizes):
         rows[part, :size] = np.arange(first, first + size)

@@ -17,6 +17,7 @@ import numpy as np
 from jaxpar.certification.results import Result, Subject
 from jaxpar.certification.updates import ONE, mesh_of, on
 from jaxpar.config import Config
+from jaxpar.config.schema.items import Source
 from jaxpar.config.schema.objectives import DpoConfig
 from jaxpar.data.loader import Loader
 from jaxpar.data.mixture import BLOCK
@@ -144,15 +145,15 @@ def of_files(cfg: Config, fields: dict[str, Any]) -> Config:
 
     Args:     fields: of the section `data`.
     """
-    none = {"source": None, "mixture": "", "mixture_schedule": "", "length_schedule": ""}
+    none = {"source": None, "mixture": (), "mixture_schedule": (), "length_schedule": ()}
     data = dataclasses.replace(cfg.data, **none | {"held_out": ""} | fields)
-    train = dataclasses.replace(cfg.train, batch_schedule="")
+    train = dataclasses.replace(cfg.train, batch_schedule=())
     distill = dataclasses.replace(cfg.distill, cache="")
     return dataclasses.replace(cfg, data=data, train=train, distill=distill, dpo=DpoConfig())
 
 
-def _weighted(paths: Iterable[Path]) -> str:
-    return ",".join(f"{path}:{weight}" for path, weight in zip(paths, WEIGHTS, strict=True))
+def _weighted(paths: Iterable[Path]) -> tuple[Source, ...]:
+    return tuple(Source(str(path), weight) for path, weight in zip(paths, WEIGHTS, strict=True))
 
 
 def _said(what: str, wrong: Sequence[str]) -> Result:

@@ -199,11 +199,11 @@ def eps_factor(path: str, m: Model) -> float:
 
 def counted(o: OptimizerConfig, steps: int) -> float:
     """Return what the first steps count as: their number, or their shares of a whole step."""
-    if ":" not in o.schedule_by:
+    if isinstance(o.schedule_by, str):
         return float(steps)
-    total, shares = 0.0, [part.split(":") for part in o.schedule_by.split(";")]
+    total = 0.0
     for i in range(steps):
-        total += float(next(share for first, share in reversed(shares) if i >= int(first)))
+        total += next(one.share for one in reversed(o.schedule_by) if i >= one.step)
     return total
 
 

@@ -5,7 +5,6 @@ checked alone: given gradients go through the update of the train step, with cli
 decay and the moving average, and through the numpy versions.
 """
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -66,18 +65,6 @@ def mesh_of(cfg: Config, devices: Sequence[jax.Device]) -> Mesh:
 def compile_options(devices: Sequence[jax.Device]) -> dict[str, Any] | None:
     """Return the compiler options for programs that run a few times."""
     return QUICK_COMPILE if devices[0].platform == "cpu" else None
-
-
-@contextlib.contextmanager
-def compiling_quickly(devices: Sequence[jax.Device]) -> Iterator[None]:
-    """Compile what takes no options as with `compile_options`."""
-    name = "jax_disable_most_optimizations"
-    before = jax.config.read(name)
-    jax.config.update(name, before or compile_options(devices) is not None)
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)
 
 
 # ------------------------------------------------------------------------------ kinds of weights

@@ -23,6 +23,7 @@ from jaxpar.certification.meshes import parse_meshes, resolve_meshes
 from jaxpar.certification.results import Check, Result, Subject
 from jaxpar.config import Config, replace
 from jaxpar.config.config_file import known_configs, load_config
+from jaxpar.config.schema.items import StepShare
 from jaxpar.data import packing, shuffle
 from jaxpar.data.loader import Loader
 from jaxpar.inference import generation
@@ -90,9 +91,12 @@ def test_schedule(shape):
     assert found.passed and not found.not_run
 
 
+SHARES = StepShare(0, 0.25), StepShare(9, 0.5), StepShare(20, 1.0)
+
+
 def test_schedule_by_tokens():
     of = subject(train__num_steps=40, optimizer__warmup_steps=6)
-    asked = replace(of.asked, **{"optimizer.schedule_by": "0:0.25;9:0.5;20:1.0"})
+    asked = replace(of.asked, **{"optimizer.schedule_by": SHARES})
     (found,) = run(updates.schedule, dataclasses.replace(of, asked=asked))
     assert found.passed and not found.not_run
 
