@@ -1,6 +1,7 @@
 """The checks of `python -m jaxpar.certify`: each passes on a tiny config, and finds a fault."""
 
 import dataclasses
+import types
 from collections.abc import Callable
 
 import jax
@@ -21,7 +22,7 @@ from jaxpar.certification import (
 )
 from jaxpar.certification.meshes import parse_meshes, resolve_meshes
 from jaxpar.certification.results import Check, Result, Subject
-from jaxpar.config import Config, replace
+from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.schema.items import StepShare
 from jaxpar.data import packing, shuffle
@@ -281,6 +282,22 @@ def test_rounding_that_truncates_is_found(monkeypatch):
 def test_kernels_are_not_run_on_a_cpu():
     (found,) = run(kernels.kernels, subject())
     assert "certify on a GPU" in found.not_run
+
+
+def test_references_are_not_compared_with_themselves(monkeypatch):
+    """Where JAX's devices are CPUs, which run the reference, whatever the subject says."""
+    gpu = types.SimpleNamespace(platform="gpu")
+    of = dataclasses.replace(subject(), asked=load_config("quickstart_hybrid"), devices=[gpu])
+    found = run(kernels.kernels, of)
+    assert [result.what for result in found] == ["attention", "experts", "recurrences"]
+    assert all("runs the reference" in result.not_run for result in found)
+    error = ConfigError("compute.attention_backend", "auto", "disagrees", "report the bug")
+
+    def disagree(*args):
+        raise error
+
+    monkeypatch.setattr(kernels.attention, "test_kernels", disagree)
+    assert any("disagrees" in one for one in wrong(kernels.kernels, of))
 
 
 @pytest.mark.gpu
