@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,11 +25,14 @@ from jaxpar.certification.updates import DECAY, is_own, mesh_of, on
 from jaxpar.checkpoint import stored_arrays
 from jaxpar.config import Config, ConfigError, Model, replace
 from jaxpar.config.layout.layer_split import is_equal
+from jaxpar.config.lists.lora_targets import factor
 from jaxpar.convert import torch_file
 from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.run_arrays import open_run
+from jaxpar.model import lora
 from jaxpar.model.plain.decoder import logits_of
 from jaxpar.sharding.fingerprint import named_leaves
+from jaxpar.sharding.params import flat
 from jaxpar.step.state import TrainState, abstract_logical, to_running
 
 #: Meshes to save on and to load on, in the order of preference: those of stages store layers in
@@ -217,6 +221,10 @@ def _exported(saved: SavedState) -> Iterator[Result]:
     cfg, check = saved.cfg, "export"
     params = {n.removeprefix("params/"): a for n, a in saved.logical.items() if "params/" in n}
     merged = merged_weights({n: a for n, a in params.items()}, cfg)
+    if cfg.lora.rank:
+        tree = flax.traverse_util.unflatten_dict(params, sep="/")
+        of_model = {n: np.asarray(a) for n, a in flat(lora.merge(tree, factor(cfg))).items()}
+        yield _said(check, "", "merged adapters", _differing(of_model, merged))
     silent = lambda text: None  # noqa: E731
     folder = Path(cfg.run.dir).parent
     terms = (term for of in cfg.model.layers for term in (of.mixer, of.feed_forward) if term)
@@ -280,11 +288,11 @@ def merged_weights(params: Mapping[str, np.ndarray], cfg: Config) -> Arrays:
     found = {n: a for n, a in params.items() if not n.endswith(("_lora_a", "_lora_b"))}
     if cfg.lora.rank:
         root = 0.5 if cfg.lora.rank_stabilized else 1.0
-        factor = cfg.lora.alpha / cfg.lora.rank**root
+        times = cfg.lora.alpha / cfg.lora.rank**root
         for name in [n for n in found if f"{n}_lora_a" in params]:
             a, b = (params[f"{name}_lora_{part}"].astype(np.float64) for part in "ab")
             product = np.stack([np.tensordot(x, y, 1) for x, y in zip(a, b, strict=True)])
-            found[name] = (found[name] + factor * product).astype(np.float32)
+            found[name] = (found[name] + times * product).astype(np.float32)
     return found
 
 
