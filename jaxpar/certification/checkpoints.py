@@ -26,6 +26,7 @@ from jaxpar.checkpoint import stored_arrays
 from jaxpar.config import Config, ConfigError, Model, replace
 from jaxpar.config.layout.layer_split import is_equal
 from jaxpar.config.lists.lora_targets import factor
+from jaxpar.config.schema.optimizer import EmaConfig
 from jaxpar.convert import torch_file
 from jaxpar.convert.hf import exporting, importing
 from jaxpar.convert.run_arrays import open_run
@@ -54,8 +55,8 @@ STEP = 2
 def checkpoints(subject: Subject) -> Iterator[Result]:
     """Save on one mesh and load on another; export, and import."""
     asked, small = subject.asked.optimizer, subject.small
-    o = {n: getattr(asked, n) for n in ("first_moment_dtype", "second_moment_dtype", "ema_dtype")}
-    o |= {"ema_decay": asked.ema_decay or DECAY}
+    o = {n: getattr(asked, n) for n in ("first_moment_dtype", "second_moment_dtype")}
+    o |= {"ema": asked.ema or EmaConfig(decay=DECAY)}
     cfg = dataclasses.replace(small, optimizer=dataclasses.replace(small.optimizer, **o))
     try:
         here, there = (_first(cfg, names, subject.devices) for names in (SAVED_ON, LOADED_ON))
@@ -221,9 +222,9 @@ def _exported(saved: SavedState) -> Iterator[Result]:
     cfg, check = saved.cfg, "export"
     params = {n.removeprefix("params/"): a for n, a in saved.logical.items() if "params/" in n}
     merged = merged_weights({n: a for n, a in params.items()}, cfg)
-    if cfg.lora.rank:
+    if cfg.lora:
         tree = flax.traverse_util.unflatten_dict(params, sep="/")
-        of_model = {n: np.asarray(a) for n, a in flat(lora.merge(tree, factor(cfg))).items()}
+        of_model = {n: np.asarray(a) for n, a in flat(lora.merge(tree, factor(cfg.lora))).items()}
         yield _said(check, "", "merged adapters", _differing(of_model, merged))
     silent = lambda text: None  # noqa: E731
     folder = Path(cfg.run.dir).parent
@@ -286,7 +287,7 @@ def merged_weights(params: Mapping[str, np.ndarray], cfg: Config) -> Arrays:
     Source:   Hu et al. 2021 (2106.09685), section 4.1; Kalajdzievski 2023 (2312.03732).
     """
     found = {n: a for n, a in params.items() if not n.endswith(("_lora_a", "_lora_b"))}
-    if cfg.lora.rank:
+    if cfg.lora:
         root = 0.5 if cfg.lora.rank_stabilized else 1.0
         times = cfg.lora.alpha / cfg.lora.rank**root
         for name in [n for n in found if f"{n}_lora_a" in params]:

@@ -18,7 +18,6 @@ from jaxpar.certification.results import Result, Subject
 from jaxpar.certification.updates import ONE, mesh_of, on
 from jaxpar.config import Config
 from jaxpar.config.schema.items import Source
-from jaxpar.config.schema.objectives import DpoConfig
 from jaxpar.data.loader import Loader
 from jaxpar.data.mixture import BLOCK
 from jaxpar.data.packing import pack
@@ -148,8 +147,7 @@ def of_files(cfg: Config, fields: dict[str, Any]) -> Config:
     none = {"source": None, "mixture": (), "mixture_schedule": (), "length_schedule": ()}
     data = dataclasses.replace(cfg.data, **none | {"held_out": ""} | fields)
     train = dataclasses.replace(cfg.train, batch_schedule=())
-    distill = dataclasses.replace(cfg.distill, cache="")
-    return dataclasses.replace(cfg, data=data, train=train, distill=distill, dpo=DpoConfig())
+    return dataclasses.replace(cfg, data=data, train=train, distill=None, dpo=None)
 
 
 def _weighted(paths: Iterable[Path]) -> tuple[Source, ...]:

@@ -108,7 +108,7 @@ def kind_of(path: str, ndim: int, cfg: Config) -> WeightKind:
             # Those of PEFT's uniform distribution: variance 1 / (3 inputs). The caller knows them.
             return WeightKind(inputs, "R", len(inputs) + 1, std=math.nan, decays=True)
         return WeightKind("R", outputs, len(outputs) + 1, "zeros", decays=True)
-    trained = cfg.lora.rank == 0
+    trained = cfg.lora is None
     if name in _LETTERS:
         inputs, outputs = _LETTERS[name]
         if name in TO_STREAM:

@@ -31,7 +31,8 @@ from jaxpar.certification.updates import (
     update_program,
 )
 from jaxpar.components.experts import experts_in
-from jaxpar.config import Config, ConfigError, replace, value_of
+from jaxpar.config import Config, ConfigError, present, replace, value_of
+from jaxpar.config.schema.optimizer import EmaConfig
 from jaxpar.model.parameters import trainable_specs
 from jaxpar.optimizer.blockwise import is_quantized
 from jaxpar.optimizer.moments import in_float32
@@ -51,10 +52,9 @@ FLOAT8 = {
 }
 
 #: Fields that round a state, with theirs.
-STATE = {
-    f"optimizer.{name}_dtype": "float32"
-    for name in ("first_moment", "second_moment", "ema", "muon")
-}
+STATE = {f"optimizer.{name}_dtype": "float32" for name in ("first_moment", "second_moment", "muon")}
+EMA = "optimizer.ema.dtype"
+STATE |= {EMA: "float32"}
 
 SUMS, REPLICAS = "parallel.grad_reduce", "parallel.replica_reduction"
 
@@ -81,10 +81,11 @@ type Fields = Mapping[str, Any]
 def rounding(subject: Subject) -> Iterator[Result]:
     """Compare what the asked config rounds."""
     exact = COMPUTE | FLOAT8 | STATE | {SUMS: "float32", REPLICAS: "float32"}
+    if subject.asked.optimizer.ema is None:
+        del exact[EMA]
     found = {path: value_of(subject.asked, path) for path in exact}
     rule = subject.asked.optimizer.name
     unused = {"optimizer.muon_dtype"} if rule != "muon" else set()
-    unused |= {"optimizer.ema_dtype"} if not subject.asked.optimizer.averages else set()
     fields = {p: v for p, v in found.items() if v != exact[p] and p not in unused}
     if not fields:
         yield Result("rounding", "", "small dtypes", not_run="the config is in float32")
@@ -101,7 +102,7 @@ EVERY: tuple[Fields, ...] = (
         {"optimizer.first_moment_dtype": dtype, "optimizer.second_moment_dtype": dtype}
         for dtype in ("bfloat16", "8bit")
     ),
-    {"optimizer.ema_dtype": "bfloat16"},
+    {EMA: "bfloat16"},
 )
 
 
@@ -267,7 +268,7 @@ def _states(subject: Subject, fields: Fields) -> Iterator[Result]:
     same: dict[str, Any] = {
         "optimizer.clip_norm": 0.0,
         "optimizer.weight_decay": 0.0,
-        "optimizer.ema_decay": DECAY,
+        "optimizer.ema": EmaConfig(decay=DECAY),
     }
     same["optimizer.moment_block"] = 16  # blocks that a mesh can split
     cfg = replace(base, **same, **dict(fields))
@@ -311,7 +312,9 @@ _FIELD = {"mu": "first_moment_dtype", "trace": "first_moment_dtype", "nu": "seco
 
 
 def _dtype_of(moment: str, cfg: Config) -> str:
-    field = "ema_dtype" if moment == "ema" else _FIELD.get(moment)
+    if moment == "ema":
+        return present(cfg.optimizer.ema).dtype
+    field = _FIELD.get(moment)
     return "float32" if field is None else getattr(cfg.optimizer, field)
 
 

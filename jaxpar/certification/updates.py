@@ -22,7 +22,8 @@ from jaxpar.certification.meshes import num_devices, parse_meshes, resolve_meshe
 from jaxpar.certification.results import Result, Subject
 from jaxpar.certification.traces import QUICK_COMPILE, Arrays, initial_params, to_host
 from jaxpar.components.weight import Weight
-from jaxpar.config import Config, replace
+from jaxpar.config import Config, present, replace
+from jaxpar.config.schema.optimizer import EmaConfig
 from jaxpar.config.validate import resolve
 from jaxpar.execution.decisions import execution_of
 from jaxpar.model.parameters import specs_of, trainable_specs
@@ -115,7 +116,7 @@ def _declared(w: Weight, cfg: Config) -> WeightKind:
         init=w.init,
         std=std,
         decays=w.decay,
-        trained=w.trainable and not cfg.lora.rank,
+        trained=w.trainable and cfg.lora is None,
         table=not w.columns and w.decay and len(w.shape) - counts > 1,
         readout=w.readout,
     )
@@ -281,7 +282,7 @@ def optimizer(subject: Subject) -> Iterator[Result]:
     for i, g in enumerate(grads):
         state = update(state, placed(g, cfg, mesh))
         weights = wanted.update(weights, {n: a.astype(np.float64) for n, a in g.items()})
-        average = independent.averaged(average, weights, cfg.optimizer.ema_decay, i)
+        average = independent.averaged(average, weights, present(cfg.optimizer.ema).decay, i)
         if i not in (0, len(grads) - 1):
             continue
         after, found = f"after {i + 1} update{'s' * (i > 0)}", to_host(state.params)
@@ -302,7 +303,10 @@ def optimizer(subject: Subject) -> Iterator[Result]:
     late = dataclasses.replace(state, step=jax.device_put(jnp.int32(LATE), state.step.sharding))
     found = update(late.with_extra(ema=zeros), placed(grads[0], cfg, mesh)).extra["ema"]
     weights = wanted.update(weights, {n: a.astype(np.float64) for n, a in grads[0].items()})
-    decay, none = cfg.optimizer.ema_decay, {n: np.zeros_like(w) for n, w in weights.items()}
+    decay, none = (
+        present(cfg.optimizer.ema).decay,
+        {n: np.zeros_like(w) for n, w in weights.items()},
+    )
     average = independent.averaged(none, weights, decay, LATE)
     last = compared("moving average, late", to_host(found), average, average.__getitem__)
     # 1 - decay has the rounding error of the decay.
@@ -317,7 +321,7 @@ def of_updates(subject: Subject) -> Config:
     asked, small = subject.asked.optimizer, subject.small
     exact: dict[str, Any] = {n: getattr(small.optimizer, n) for n in _EXACT}
     exact |= dict.fromkeys(_HOW, False)
-    ema: dict[str, Any] = {"ema_decay": asked.ema_decay or DECAY, "ema_dtype": "float32"}
+    ema: dict[str, Any] = {"ema": EmaConfig(decay=asked.ema.decay if asked.ema else DECAY)}
     # `schedule` compares long warm-ups, whose first rates have the rounding error of the peak.
     rate: dict[str, Any] = {"learning_rate": WARM_UP * FIRST_RATE, "schedule_by": "steps"}
     rate |= {"warmup_steps": WARM_UP, "warmup_fraction": 0.0}
@@ -363,7 +367,7 @@ def update_program(cfg: Config, mesh: Mesh) -> Callable[[TrainState, Any], Train
         s, opt_state = updated(
             s.with_metrics(loss=jnp.float32(0), grad_norm=norm), state.opt_state, None
         )
-        if cfg.optimizer.averages:
+        if cfg.optimizer.ema is not None:
             s = s.after(moving_average.FEATURE)
         return TrainState(state.step + 1, join(s.trainable, s.frozen), opt_state, s.extra)
 
