@@ -1,7 +1,7 @@
 """The checks of `jaxpar.extend.check`: what a component must be, on one device and on meshes.
 
 The component gets two layers of a small model. What it computes alone, its gradients on meshes, a
-checkpoint, text and bfloat16 are each compared by the functions of `verify` and the tests.
+checkpoint, text and bfloat16 are each compared by the functions of `certify` and the tests.
 """
 
 import dataclasses
@@ -9,17 +9,14 @@ import functools
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import PartitionSpec
 
-from jaxpar import checkpoint
-from jaxpar.certification import distances, small_config, traces
+from jaxpar.certification import checkpoints, small_config, text, traces
 from jaxpar.certification.command import start_devices
 from jaxpar.certification.comparison import compare_meshes
 from jaxpar.certification.meshes import parse_meshes, resolve_meshes
@@ -31,15 +28,8 @@ from jaxpar.components.feed_forward import Glu
 from jaxpar.components.model import Layer
 from jaxpar.config import Config, ConfigError, Model, RunConfig, replace
 from jaxpar.config.serialize import from_json, to_json
-from jaxpar.config.validate import resolve
-from jaxpar.inference import generation
-from jaxpar.model import decode
-from jaxpar.model.plain.decoder import logits_of, plain
-from jaxpar.sharding.axes import TENSOR
+from jaxpar.model.plain.decoder import plain
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
-from jaxpar.sharding.params import flat
-from jaxpar.step.state import init_state, to_logical
-from jaxpar.step.train_step import make_train_step
 
 #: Devices that the meshes have.
 DEVICES = 4
@@ -59,9 +49,6 @@ SAVED_ON, RESUMED_ON = "data=2,tensor=2", "pipeline=2,num_microbatches=2"
 #: Bound on the error of a gradient in bfloat16, relative to its length. One of 0.02 is usual, and
 #: of 0.12 where a router chooses another expert for a few tokens.
 BFLOAT16 = 0.2
-
-#: Tokens of two prompts, and those that follow.
-PROMPTS, NEW = (3, 8), 6
 
 
 class CheckError(AssertionError):
@@ -217,8 +204,8 @@ ALONE = 1e-5
 
 
 def _as_json(case: Case) -> Iterator[str]:
-    text = to_json(case.cfg)
-    if to_json(from_json(text)) != text:
+    written = to_json(case.cfg)
+    if to_json(from_json(written)) != written:
         yield "the fields do not come back from JSON: use numbers, texts, components, tuples"
 
 
@@ -245,30 +232,11 @@ def _mesh_of(cfg: Config) -> Any:
 
 
 def _resumed(case: Case) -> Iterator[str]:
-    """Train two steps, save, and load the checkpoint on another mesh."""
+    """Save a state, and load the checkpoint on another mesh."""
     with tempfile.TemporaryDirectory() as folder:
-        tokens = np.arange(4 * case.cfg.data.seq_len, dtype="<u2") % 64
-        tokens.tofile(f"{folder}/tokens.bin")
-        files = {"run.dir": f"{folder}/run", "data.path": f"{folder}/tokens.bin", "data.eos_id": 0}
-        one = dataclasses.replace(case, cfg=replace(case.cfg, **files))
-        here, there = one.on(SAVED_ON), one.on(RESUMED_ON)
-        state, step = init_state(here, _mesh_of(here)), make_train_step(here, _mesh_of(here))
-        for i in range(2):
-            batch = traces.shard_batch(traces.random_batch(here, i), here, _mesh_of(here))
-            state, _ = step(state, batch)
-        with checkpoint.Checkpointer(here, log=lambda text: None) as saver:
-            saver.save(state, 2, 0)
-        wanted = _bits(state, here)
-        found = _bits(checkpoint.restore(there, _mesh_of(there)), there)
-    for name in distances.differing_arrays(found, wanted):
-        yield f"{name} of {SAVED_ON} differs once it is loaded on {RESUMED_ON}"
-
-
-def _bits(state: Any, cfg: Config) -> traces.Arrays:
-    saved = to_logical(state, cfg)
-    leaves = enumerate(jax.tree.leaves(saved.opt_state))
-    moments = {f"moments/{i}": np.asarray(a) for i, a in leaves}
-    return {name: np.asarray(a) for name, a in flat(saved.params).items()} | moments
+        saved = checkpoints.SavedState.of(case.on(SAVED_ON), Path(folder), jax.devices())
+        for what, names in saved.reloaded(case.on(RESUMED_ON), jax.devices()).items():
+            yield from (f"{what}, saved on {SAVED_ON}: {name} differs" for name in names)
 
 
 # ---------------------------------------------------------------------------------------- text
@@ -276,55 +244,13 @@ def _bits(state: Any, cfg: Config) -> traces.Arrays:
 
 def _text(case: Case) -> Iterator[str]:
     """Compare the logits of tokens one at a time with those of complete texts in plain form."""
-    rng = np.random.default_rng(1)
-    tokens = rng.integers(0, case.cfg.model.vocab_size, (len(PROMPTS), max(PROMPTS) + NEW))
-    tokens = tokens.astype(np.int32)
-    for ways in (1, 2):
-        cfg = resolve(generation.config_for_sampling(case.cfg, ways), ways)
-        mesh = make_mesh(cfg.parallel, jax.devices()[:ways])
-        params = init_state(cfg, mesh).params
-        arrays = flax.traverse_util.unflatten_dict(traces.logical(params, cfg), sep="/")
-        place = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-        whole = jax.jit(functools.partial(logits_of, model=cfg.model))
-        wanted = np.asarray(whole(arrays, tokens, place, place * 0))
-        found = np.asarray(_logits(cfg, mesh, params, tokens))
-        for row, length in enumerate(PROMPTS):
-            right = wanted[row, length - 1 : length + NEW]
-            error = np.abs(found[row] - right).max(axis=-1) / np.abs(right).max()
-            if not error.max() < case.tolerance:
-                at = length - 1 + int(np.argmax(~(error < case.tolerance)))
-                where = "last token of a prompt" if at == length - 1 else f"token {at}"
+    for ways in text.RANKS:
+        for error, where in text.Served.of(case.cfg, ways, jax.devices()).errors():
+            if not error < case.tolerance:
                 yield (
-                    f"tensor={ways}: the logits after the {where} of {length} are off by "
-                    f"{error.max():.1e} from those of a complete text"
+                    f"tensor={ways}: the logits after {where} are off by {error:.1e} from those of "
+                    "a complete text"
                 )
-
-
-def _logits(cfg: Config, mesh: Any, params: Any, tokens: np.ndarray) -> jax.Array:
-    """Return the logits after each prompt, and after each token that follows, [B, 1 + NEW, V]."""
-    lengths, slots = np.array(PROMPTS, np.int32), tokens.shape[1] + 1
-    prompts = np.where(np.arange(max(PROMPTS)) < lengths[:, None], tokens[:, : max(PROMPTS)], 0)
-    places = lengths[:, None] + np.arange(NEW)
-    later = np.take_along_axis(tokens, places, axis=1)
-
-    def program(weights: Any) -> jax.Array:
-        weights = jax.tree.map(lambda a: a[0], weights)
-        cache = decode.empty_cache(cfg, len(tokens), slots)
-        h, cache = decode.prompt(weights, jnp.asarray(prompts), jnp.asarray(lengths), cache, cfg)
-        last = jnp.take_along_axis(h, (lengths - 1)[:, None, None], axis=1)[:, 0]
-
-        def one(carry: Any, token: jax.Array) -> tuple[Any, jax.Array]:
-            cache, at = carry
-            h, cache = decode.step(weights, token[:, None], at, cache, cfg)
-            return (cache, at + 1), decode.logits(weights, h[:, 0], cfg.model)
-
-        _, rest = lax.scan(one, (cache, jnp.asarray(lengths)), jnp.asarray(later.T))
-        return jnp.concatenate([decode.logits(weights, last, cfg.model)[None], rest]).swapaxes(0, 1)
-
-    weights = generation.weights_for_sampling(params, cfg, mesh)
-    apart = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
-    of_mesh = apart(program, in_specs=PartitionSpec(TENSOR), out_specs=PartitionSpec())
-    return jax.jit(of_mesh)(weights)
 
 
 # ----------------------------------------------------------------------------------- precision

@@ -62,14 +62,15 @@ def test_kernels(
     max_segments: int,
     step: int,
     log: Callable[[str], None],
-) -> None:
+) -> dict[str, float]:
     """Compare the kernels with `reference` on a slice of the run's next batch, on one device.
 
     Args:     kernels: from `choose_kernels`. step: steps taken so far. log: prints a line.
+    Returns:  the largest error of each array; {} if all layers run the reference.
     Raises:   ConfigError when they disagree.
     """
     if not kernels:
-        return
+        return {}
     first_row = loader.host_rows(step, np.zeros(1, np.int64))
     p = cfg.parallel
     in_text_order = p.sequence == 1 or p.context == "ulysses"
@@ -77,15 +78,18 @@ def test_kernels(
     places = slice_of(length, in_text_order)
     describe = jax.jit(functools.partial(masks_of, cfg=cfg, max_segments=max_segments))
     masks = describe(jax.tree.map(lambda x: x[:, places], first_row))
+    worst: dict[str, float] = {}
     for choice, mask, layer in zip(kernels, masks, attention_layers(cfg.model), strict=True):
-        _test_choice(choice, mask, heads_of(layer), cfg, log)
+        for name, error in _test_choice(choice, mask, heads_of(layer), cfg, log).items():
+            worst[name] = max(error, worst.get(name, 0.0))
+    return worst
 
 
 def _test_choice(
     choice: Choice, mask: AttentionMask, of: Heads, cfg: Config, log: Callable[[str], None]
-) -> None:
+) -> dict[str, float]:
     if {choice.forward, choice.backward} == {"reference"}:
-        return  # there is nothing to compare; the run's summary names the kernels
+        return {}  # there is nothing to compare; the run's summary names the kernels
     began, c = time.perf_counter(), cfg.compute
     group = of.queries // of.keys
     shape = mask, group, of.key_dim, c.dtype, cfg.train.seed, of.value_dim
@@ -99,6 +103,7 @@ def _test_choice(
         raise ConfigError("compute.attention_backend", name, str(error), fix) from error
     found = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
     log(f"attention self-test: {found}, {time.perf_counter() - began:.1f} s")
+    return errors
 
 
 #: Tokens in the slice: several blocks of any kernel, with 4 MB of scores per head.

@@ -47,20 +47,21 @@ def _experts(m: Model) -> Experts:
     return experts_in(m)[0]
 
 
-def test_experts(ex: Execution, log: Callable[[str], None]) -> None:
+def test_experts(ex: Execution, log: Callable[[str], None]) -> dict[str, float]:
     """Compare the kernels of experts with the reference, if the model has experts.
 
+    Returns:  the error of each array; {} without kernels.
     Raises:   ConfigError when they disagree.
     """
     cfg, m, dtype = ex.cfg, ex.cfg.model, ex.cfg.compute.dtype
     if not experts_in(m):
-        return
+        return {}
     of = _experts(m)
     D, F = m.d_model, of.expert.d_ff // cfg.parallel.tensor
     why = kernels.refusal(D, F, dtype)
     if why is not None:
         log(f"expert kernels: reference (not hopper: {why})")
-        return
+        return {}
     began = time.perf_counter()
     errors = errors_of(cfg, 1 if ex.gathers_per_layer else 0)
     # `not <=` rather than `>`: a NaN is wrong, too.
@@ -78,6 +79,7 @@ def test_experts(ex: Execution, log: Callable[[str], None]) -> None:
     why = refusal_in_float8(D, F, dtype) or refusal_in_float8(F, D, dtype)
     if float8 and why is not None:
         log(f"products of experts in float8: reference (not hopper: {why})")
+    return errors
 
 
 def errors_of(cfg: Config, expert_dim: int) -> dict[str, float]:

@@ -117,12 +117,13 @@ def backends_of(cfg: Config) -> dict[Recurrent, str]:
         raise ConfigError(PATH, named, str(error), fix) from error
 
 
-def test_recurrences(cfg: Config, log: Callable[[str], None]) -> None:
+def test_recurrences(cfg: Config, log: Callable[[str], None]) -> dict[str, float]:
     """Compare the kernels of the model's recurrences with the reference.
 
+    Returns:  the error of each array; {} without kernels.
     Raises:   ConfigError when they disagree, and as `backends_of`.
     """
-    shapes = recurrences(cfg)
+    shapes, errors = recurrences(cfg), dict[str, float]()
     for mixer, backend in backends_of(cfg).items():
         name, shape = mixer.title, shapes[mixer]
         if not mixer.has_kernels:
@@ -136,10 +137,14 @@ def test_recurrences(cfg: Config, log: Callable[[str], None]) -> None:
             )
             log(f"kernels of {name}: reference ({named})")
         else:
-            _test(mixer.is_delta_rule, name, shape, cfg, log)
+            found = _test(mixer.is_delta_rule, name, shape, cfg, log)
+            errors |= {f"{what} of {name}": error for what, error in found.items()}
+    return errors
 
 
-def _test(delta: bool, name: str, shape: Shape, cfg: Config, log: Callable[[str], None]) -> None:
+def _test(
+    delta: bool, name: str, shape: Shape, cfg: Config, log: Callable[[str], None]
+) -> dict[str, float]:
     began = time.perf_counter()
     errors = errors_of(delta, shape, "triton", cfg.train.seed)
     # `not <=` rather than `>`: a NaN is wrong, too.
@@ -152,6 +157,7 @@ def _test(delta: bool, name: str, shape: Shape, cfg: Config, log: Callable[[str]
     found = ", ".join(f"{what} {error:.1e}" for what, error in errors.items())
     seconds = time.perf_counter() - began
     log(f"kernels of {name}: triton; self-test, error: {found}, {seconds:.1f} s")
+    return errors
 
 
 def errors_of(delta: bool, shape: Shape, backend: str, seed: int) -> dict[str, float]:

@@ -1,0 +1,365 @@
+"""The checks of what rounds: small dtypes of matmuls, sums, gathers and moments.
+
+Where both sides round, no tolerance tells a fault of 1% from rounding, except in the mean: rounding
+makes as many numbers larger as smaller. So errors have a bound that follows from the dtype, and the
+mean of the ratios of norms one of 1%.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import flax.traverse_util
+import jax
+import numpy as np
+from jax import lax
+
+from jaxpar.certification import distances, independent, traces
+from jaxpar.certification.results import Result, Subject
+from jaxpar.certification.traces import Arrays
+from jaxpar.certification.updates import (
+    DECAY,
+    ONE,
+    compile_options,
+    kinds_of,
+    mesh_of,
+    moments_of,
+    of_updates,
+    on,
+    placed,
+    random_gradients,
+    update_program,
+)
+from jaxpar.components.experts import experts_in
+from jaxpar.config import Config, ConfigError, present, replace, value_of
+from jaxpar.config.schema.optimizer import EmaConfig
+from jaxpar.model.parameters import trainable_specs
+from jaxpar.optimizer.blockwise import is_quantized
+from jaxpar.optimizer.moments import in_float32
+from jaxpar.parallel.collectives import varying
+from jaxpar.parallel.replicas.reduction import reduce_compressed
+from jaxpar.sharding.axes import REPLICA
+from jaxpar.sharding.params import flat, partition_specs
+from jaxpar.step.state import init_state
+
+#: Fields that round matmuls, with their values in float32. In float8, which the two round alike,
+#: all else is float32.
+COMPUTE = {"compute.dtype": "float32"}
+FLOAT8 = {
+    "compute.matmul_dtype": "compute",
+    "compute.float8_scaling": "tensor",
+    "parallel.gather_dtype": "compute",
+}
+
+#: Fields that round a state, with theirs.
+STATE = {f"optimizer.{name}_dtype": "float32" for name in ("first_moment", "second_moment", "muon")}
+EMA = "optimizer.ema.dtype"
+STATE |= {EMA: "float32"}
+
+SUMS, REPLICAS = "parallel.grad_reduce", "parallel.replica_reduction"
+
+#: Meshes of matmuls and of sums, in the order of preference. Scales of float8 are powers of two:
+#: that of a quarter of a weight is more often another one than that of a half.
+OF_COMPUTE = ("data=2,tensor=2", "data=2,expert=2", "data=2")
+OF_FLOAT8 = ("data=4,tensor=2", "data=4", "data=2,expert=2", "data=2")
+OF_SUMS = ("data=4", "data=2", "expert=2", "sequence=2")
+
+#: Half the distance of two bfloat16 numbers, relative to them.
+HALF_BFLOAT16 = 2.0**-9
+
+#: Bound on the error of a gradient, by length: 25 roundings to bfloat16, on both sides together, in
+#: the sums of a few layers. Where a router chooses another expert for a few tokens, it is more, as
+#: in `conformance.py`.
+GRADIENT, OF_EXPERTS = 25 * HALF_BFLOAT16, 0.2
+
+#: Bound on the distance of the mean ratio of lengths from 1.
+MEAN = 1e-2
+
+type Fields = Mapping[str, Any]
+
+
+def rounding(subject: Subject) -> Iterator[Result]:
+    """Compare what the asked config rounds."""
+    exact = COMPUTE | FLOAT8 | STATE | {SUMS: "float32", REPLICAS: "float32"}
+    if subject.asked.optimizer.ema is None:
+        del exact[EMA]
+    found = {path: value_of(subject.asked, path) for path in exact}
+    rule = subject.asked.optimizer.name
+    unused = {"optimizer.muon_dtype"} if rule != "muon" else set()
+    fields = {p: v for p, v in found.items() if v != exact[p] and p not in unused}
+    if not fields:
+        yield Result("rounding", "", "small dtypes", not_run="the config is in float32")
+    yield from _of(subject, fields)
+
+
+#: What `every_rounding` looks at beside what a config asks for.
+EVERY: tuple[Fields, ...] = (
+    {"compute.dtype": "bfloat16"},
+    {"compute.matmul_dtype": "float8", "parallel.gather_dtype": "float8"},
+    {SUMS: "bfloat16"},
+    *({REPLICAS: method} for method in ("bfloat16", "int8", "top_k")),
+    *(
+        {"optimizer.first_moment_dtype": dtype, "optimizer.second_moment_dtype": dtype}
+        for dtype in ("bfloat16", "8bit")
+    ),
+    {EMA: "bfloat16"},
+)
+
+
+def every_rounding(subject: Subject) -> Iterator[Result]:
+    """Compare every dtype that a config of this model can ask for."""
+    for fields in EVERY:
+        yield from _of(subject, fields)
+
+
+def _of(subject: Subject, fields: Fields) -> Iterator[Result]:
+    groups = (
+        (_gradients, {p: v for p, v in fields.items() if p in COMPUTE}),
+        (_gradients, {p: v for p, v in fields.items() if p in FLOAT8}),
+        (_sums, {p: v for p, v in fields.items() if p == SUMS}),
+        (_replicas, {p: v for p, v in fields.items() if p == REPLICAS}),
+        (_states, {p: v for p, v in fields.items() if p in STATE}),
+    )
+    for run, group in groups:
+        if group:
+            try:
+                yield from run(subject, group)
+            except ConfigError as error:
+                yield Result("rounding", "", in_words(group), not_run=str(error))
+
+
+def in_words(fields: Fields) -> str:
+    """Describe values by the last parts of their fields."""
+    return ", ".join(f"{path.rpartition('.')[2]} {value}" for path, value in fields.items())
+
+
+def _first(cfg: Config, names: Sequence[str], devices: Sequence[jax.Device]) -> tuple[str, Config]:
+    """Return the first mesh on which a config can run, and the config on it."""
+    for name in names[:-1]:
+        try:
+            return name, on(cfg, name, len(devices))
+        except ConfigError:
+            continue
+    return names[-1], on(cfg, names[-1], len(devices))
+
+
+# ------------------------------------------------------------------------------------- gradients
+
+
+def _trace(cfg: Config, subject: Subject) -> Arrays:
+    mesh, options = mesh_of(cfg, subject.devices), compile_options(subject.devices)
+    return traces.mesh_trace(cfg, mesh, [traces.random_batch(cfg)], 0, options).gradients
+
+
+def _gradients(subject: Subject, fields: Fields) -> Iterator[Result]:
+    """Compare gradients of a mesh and of one device, which round alike."""
+    rounded = replace(subject.small, **dict(fields))
+    names = OF_COMPUTE if "compute.dtype" in fields else OF_FLOAT8
+    name, there = _first(rounded, names, subject.devices)
+    # What is gathered is rounded on a mesh alone, as the matmuls round it on one device.
+    here = on(replace(rounded, **{"parallel.gather_dtype": "compute"}), ONE, len(subject.devices))
+    yield from _compared(
+        name, in_words(fields), subject, _trace(there, subject), _trace(here, subject)
+    )
+
+
+def _sums(subject: Subject, fields: Fields) -> Iterator[Result]:
+    """Compare gradients whose sums over devices are rounded with those of one device."""
+    name, there = _first(replace(subject.small, **dict(fields)), OF_SUMS, subject.devices)
+    here = on(subject.small, ONE, len(subject.devices))
+    yield from _compared(
+        name, in_words(fields), subject, _trace(there, subject), _trace(here, subject)
+    )
+
+
+def _compared(
+    mesh: str, what: str, subject: Subject, found: Arrays, wanted: Arrays
+) -> Iterator[Result]:
+    zero = distances.zero_gradients(subject.small.model)
+    length = lambda a: float(np.linalg.norm(a.astype(np.float64).ravel()))  # noqa: E731
+    known = {n: a for n, a in wanted.items() if n not in zero and length(a) > 0}
+    errors = {n: length(found[n] - a) / length(a) for n, a in known.items()}
+    far, name = distances.worst(errors)
+    bound = OF_EXPERTS if experts_in(subject.small.model) else GRADIENT
+    yield Result("rounding", mesh, f"gradients, {what}", far, bound, where=name)
+    ratios = {n: length(found[n]) / length(a) for n, a in known.items()}
+    mean = float(np.mean([*ratios.values()]))
+    where = max(ratios, key=lambda n: abs(ratios[n] - 1))
+    what = f"mean ratio of gradients, {what}"
+    yield Result("rounding", mesh, what, abs(mean - 1), MEAN, where=f"{mean:.4f}, most of {where}")
+
+
+# ------------------------------------------------------------------------ compressed sums
+
+#: Steps whose sums, with the errors that are kept, must add up.
+KEPT = 3
+
+
+def _replicas(subject: Subject, fields: Fields) -> Iterator[Result]:
+    """Sum given gradients over replicas: what is sent, and what is kept, add up to the gradients.
+
+    Source:   Karimireddy et al. 2019 (1901.09847), algorithm 1: error feedback.
+    """
+    top_k = subject.asked.parallel.replica_top_k
+    cfg = replace(subject.small, **dict(fields), **{"parallel.replica_top_k": top_k})
+    cfg = on(cfg, "replica=2", len(subject.devices))
+    mesh, specs = mesh_of(cfg, subject.devices), trainable_specs(cfg)
+    kept = init_state(cfg, mesh).extra.get("feedback", ())
+    kept_specs = jax.tree.map(lambda a: a.sharding.spec, kept)
+
+    def reduce(grads: Any, kept: Any) -> tuple[Any, Any]:
+        # The second replica's gradients are a multiple of the first's.
+        here = jax.tree.map(lambda g: varying(g) * (1 + 0.5 * lax.axis_index(REPLICA)), grads)
+        return reduce_compressed(here, kept, specs, cfg.parallel)
+
+    of_grads = partition_specs(specs)
+    whole = jax.shard_map(
+        reduce, mesh=mesh, in_specs=(of_grads, kept_specs), out_specs=(of_grads, kept_specs)
+    )
+    step = jax.jit(whole, compiler_options=compile_options(subject.devices))
+    kinds = {path: kind for path, kind in kinds_of(cfg).items() if kind.trained}
+    sent, all_of = dict[str, np.ndarray](), dict[str, np.ndarray]()
+    for i in range(KEPT):
+        grads = random_gradients(kinds, cfg, i)
+        found, kept = step(placed(grads, cfg, mesh), kept)
+        for name, a in traces.to_host(found).items():
+            sent[name] = sent.get(name, 0) + a.astype(np.float64)
+            all_of[name] = all_of.get(name, 0) + 2.5 * grads[name].astype(np.float64)
+    for name, errors in flat(kept["errors"]).items() if kept else ():
+        at = 1 if "/" in name and kinds[name].lead(errors.ndim - 1) else 0
+        sent[name] += np.asarray(errors, np.float64).sum(axis=at)
+    error = lambda n: np.linalg.norm(sent[n] - all_of[n]) / np.linalg.norm(all_of[n])  # noqa: E731
+    far, name = distances.worst({n: float(error(n)) for n in all_of})
+    bound = 1e-5 if kept else 4 * HALF_BFLOAT16
+    what = f"sums over replicas and what is kept, {in_words(fields)}"
+    yield Result("rounding", "replica=2", what, far, bound, where=name)
+
+
+# -------------------------------------------------------------------------------------- states
+
+#: Updates with one gradient: enough for what is lost each time to show in the mean.
+UPDATES = 16
+
+#: Meshes of states.
+OF_STATES = ("data=2,tensor=2", "data=2", "data=1")
+
+#: Bound on the error of a moment, by length. bfloat16: independent roundings, each of 1/sqrt(6) of
+#: a distance of 2^-8 to 2^-7, add up to a factor of 1 / sqrt(1 - beta^2); roundings that repeat
+#: would add up to 1 / (1 - beta). 8 bits: the distance of two codes is up to 1/9 of the number.
+STORED = {"bfloat16": 2.0**-7.5 / math.sqrt(6), "8bit": 1 / 9 / math.sqrt(12)}
+
+#: Share of the codes of 8 bits that may be unused. Second moments are positive: they have codes of
+#: their own, of which none is for a negative number (Dettmers et al. 2022, 2110.02861, section 2).
+UNUSED = 0.45
+
+#: Share of a state's numbers that may differ between meshes, whose float32 values differ in the
+#: last bit: some lie between the two that are rounded to.
+OTHER = 1e-3
+
+
+def _states(subject: Subject, fields: Fields) -> Iterator[Result]:
+    """Compare stored moments and averages with numpy's, and with those of another mesh."""
+    if not isinstance(subject.asked.optimizer.name, str):
+        why = "the rule is your own: its moments were compared on meshes"
+        yield Result("rounding", "", in_words(fields), not_run=why)
+        return
+    base = of_updates(subject)
+    # Without clipping, whose norm is summed in another order on each mesh. The steps have one rate.
+    same: dict[str, Any] = {
+        "optimizer.clip_norm": 0.0,
+        "optimizer.weight_decay": 0.0,
+        "optimizer.ema": EmaConfig(decay=DECAY),
+    }
+    same["optimizer.moment_block"] = 16  # blocks that a mesh can split
+    cfg = replace(base, **same, **dict(fields))
+    name, there = _first(cfg, OF_STATES, subject.devices)
+    here = on(cfg, ONE, len(subject.devices))
+    (found, codes), (alone, _) = _updated(there, subject), _updated(here, subject)
+    wanted = _exact(here, subject)
+    for moment, arrays in found.items():
+        dtype = _dtype_of(moment, cfg)
+        if dtype == "float32":
+            continue
+        what = f"{moment} in {dtype}"
+        rate = _decay_of(moment, cfg)
+        bound = 2 * STORED[dtype] / math.sqrt(1 - rate**2)
+        right = wanted[moment]
+        yield from _stored(name, what, arrays, right, bound)
+        differ = {n: float(np.mean(a != alone[moment][n])) for n, a in arrays.items()}
+        far, path = distances.worst(differ)
+        what = f"share of {what} that is not as on one device"
+        yield Result("rounding", name, what, far, OTHER, where=path)
+        if moment in codes:
+            far = 1 - codes[moment] / 256
+            yield Result(
+                "rounding", name, f"share of codes that {moment} does not use", far, UNUSED
+            )
+
+
+def _stored(mesh: str, what: str, found: Arrays, wanted: Arrays, bound: float) -> Iterator[Result]:
+    length = lambda a: float(np.linalg.norm(a.astype(np.float64).ravel()))  # noqa: E731
+    errors = {n: length(found[n] - a) / length(a) for n, a in wanted.items() if length(a)}
+    far, path = distances.worst(errors)
+    yield Result("rounding", mesh, what, far, bound, where=path)
+    total = [sum(float(np.abs(a).sum()) for a in arrays.values()) for arrays in (found, wanted)]
+    ratio = total[0] / total[1]
+    yield Result(
+        "rounding", mesh, f"mean ratio of {what}", abs(ratio - 1), MEAN, where=f"{ratio:.4f}"
+    )
+
+
+_FIELD = {"mu": "first_moment_dtype", "trace": "first_moment_dtype", "nu": "second_moment_dtype"}
+
+
+def _dtype_of(moment: str, cfg: Config) -> str:
+    if moment == "ema":
+        return present(cfg.optimizer.ema).dtype
+    field = _FIELD.get(moment)
+    return "float32" if field is None else getattr(cfg.optimizer, field)
+
+
+def _decay_of(moment: str, cfg: Config) -> float:
+    o = cfg.optimizer
+    return {"nu": o.beta2, "ema": DECAY, "mu": max(o.beta1, o.muon_momentum)}.get(moment, o.beta1)
+
+
+def _updated(cfg: Config, subject: Subject) -> tuple[dict[str, Arrays], dict[str, int]]:
+    """Return moments and average after UPDATES, by their names, in float32; and how many 8-bit
+    codes each moment uses."""
+    mesh = mesh_of(cfg, subject.devices)
+    update, state = update_program(cfg, mesh), init_state(cfg, mesh)
+    grads = placed(_gradient(cfg), cfg, mesh)
+    for _ in range(UPDATES):
+        state = update(state, grads)
+    found, codes = dict[str, Arrays](), dict[str, int]()
+    for moment, arrays in moments_of(state.opt_state).items():
+        field = _FIELD.get(moment)
+        tree = flax.traverse_util.unflatten_dict(arrays, sep="/")
+        exact = jax.tree.map(
+            lambda a, field=field: np.asarray(in_float32(field, a)), tree, is_leaf=is_quantized
+        )
+        found[moment] = flat(exact)
+        stored = [np.ravel(a) for path, a in arrays.items() if path.endswith("/codes")]
+        if stored:
+            codes[moment] = len(np.unique(np.concatenate(stored)))
+    found["ema"] = {n: a.astype(np.float32) for n, a in traces.to_host(state.extra["ema"]).items()}
+    return found, codes
+
+
+def _exact(cfg: Config, subject: Subject) -> dict[str, Arrays]:
+    """Return the same of numpy's rule."""
+    kinds = {path: kind for path, kind in kinds_of(cfg).items() if kind.trained}
+    rule = independent.Optimizer(cfg, kinds)
+    start = traces.to_host(init_state(cfg, mesh_of(cfg, subject.devices)).params)
+    weights = {n: start[n].astype(np.float64) for n in kinds}
+    grads = {n: a.astype(np.float64) for n, a in _gradient(cfg).items()}
+    average = dict(weights)
+    for step in range(UPDATES):
+        weights = rule.update(weights, grads)
+        average = independent.averaged(average, weights, DECAY, step)
+    return rule.moments | {"ema": average}
+
+
+def _gradient(cfg: Config) -> Arrays:
+    kinds = {path: kind for path, kind in kinds_of(cfg).items() if kind.trained}
+    return random_gradients(kinds, cfg, 1)
