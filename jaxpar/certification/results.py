@@ -5,12 +5,14 @@ A check is a function from a `Subject` to its results, each as soon as it is kno
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 
 from jaxpar.config import Config
+from jaxpar.monitoring.certificate import Result
+
+__all__ = ["Check", "Result", "Subject"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,44 +36,6 @@ class Subject:
     devices: Sequence[jax.Device]
     steps: int
     tolerance: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """One comparison.
-
-    Args:
-        check: name of the check.
-        mesh: where it ran; "" if on no mesh of its own.
-        what: what is compared, the same in every run: "gradient".
-        where: the worst of what is compared, such as the name of a parameter; after a failure, the
-            first wrong tensor, layer and direction. "" if there is only one.
-        distance: between the two; 0 for equal bits.
-        tolerance: largest distance that passes.
-        not_run: why it was not run; "" if it was.
-    """
-
-    check: str
-    mesh: str
-    what: str
-    distance: float = 0.0
-    tolerance: float = 0.0
-    not_run: str = ""
-    where: str = ""
-
-    @property
-    def passed(self) -> bool:
-        """Whether the distance is within the tolerance. A NaN is not."""
-        return bool(self.not_run) or (
-            math.isfinite(self.distance) and self.distance <= self.tolerance
-        )
-
-    def __str__(self) -> str:
-        at = f"{self.mesh or self.check}: {self.what}"
-        if self.not_run:
-            return f"{at}: {self.not_run}"
-        named = f" of {self.where}" if self.where else ""
-        return f"{at}{named} is off by {self.distance:.1e}, allowed {self.tolerance:.1e}"
 
 
 #: A check. It says what it leaves out by a result with `not_run`.
