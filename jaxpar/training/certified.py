@@ -21,6 +21,7 @@ from jaxpar.monitoring.certificate import (
     reasons_against,
 )
 from jaxpar.runtime import exit_codes
+from jaxpar.runtime.gpus import visible
 from jaxpar.runtime.processes import children, rendezvous
 from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.terminal import warn
@@ -78,6 +79,13 @@ def certified(
     return Certified(found, tuple(reasons_against(found, cfg, conditions_of(cfg), devices)))
 
 
+def _devices(cfg: Config) -> int:
+    """Return the devices that a run of one process has, before JAX starts."""
+    if cfg.run.cpu_devices or not visible.gpu_is_present():
+        return cfg.run.cpu_devices or 1
+    return visible.visible_gpus()
+
+
 def certify_first(arguments: ConfigArguments, cfg: Config) -> None:
     """Certify a config in a process of its own, unless the certificate in its folder applies.
 
@@ -89,13 +97,13 @@ def certify_first(arguments: ConfigArguments, cfg: Config) -> None:
     """
     rendezvous.require_single_process("train --certify")
     folder = Path(cfg.run.dir)
-    before = certified(cfg, folder, "")
+    before = certified(cfg, folder, "", _devices(cfg))
     if before is not None and not before.reasons:
         return
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / CERTIFICATE_FILE
     words = [arguments.name, *arguments.overrides, "--output", str(file)]
-    if arguments.asked().model.vocab_size != cfg.model.vocab_size:
+    if not arguments.base.model.vocab_size:  # it is that of the data
         words += [flag("model.vocab_size"), str(cfg.model.vocab_size)]
     log(f"certify    {arguments.name}, before the first step")
     child = children.start([sys.executable, "-m", "jaxpar.certify", *words], os.environ, None)
