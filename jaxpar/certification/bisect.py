@@ -276,6 +276,12 @@ class Bisect:
             a, b = (dataclasses.replace(given, state=None) for given in (a, b))
         with stage(f"repeating step {done + 1} of both"):
             (bits, after, mine), (others, theirs, other) = map(self.stepper.take, (a, b))
+            again, after_again, _ = self.stepper.take(a)
+        if again != bits or differing(after, after_again):
+            self.notes.append(
+                "A's step gives other bits each time: a kernel's order of sums (set "
+                "compute.attention_deterministic), or the hardware"
+            )
         values = {name: (mine[name], other[name]) for name in mine}
         differences = tuple(self._differences(a, b))
         place: StepPlace | None = None
