@@ -17,6 +17,7 @@ from jaxpar.config import Config, replace, value_of
 from jaxpar.config.fields import leaf_paths
 from jaxpar.config.layers import flat_values
 from jaxpar.config.lists.step_sizes import StepSize, config_of
+from jaxpar.config.serialize import value_text
 from jaxpar.config.values import to_values
 from jaxpar.data.loader import open_loader
 from jaxpar.monitoring.certificate import NO_STEP_READS, is_in
@@ -220,7 +221,7 @@ def differing_fields(a: Config, b: Config) -> Iterator[RunDifference]:
     known = set(leaf_paths())
     for path in paths:
         if path in KINDS or (path in known and path not in meshes):
-            values = str(one.get(path)), str(other.get(path))
+            values = value_text(path, one.get(path)), value_text(path, other.get(path))
             yield RunDifference(KINDS.get(path, "field"), path, *values)
     if deeper := [p for p in paths if p not in known and p not in meshes]:
         told = [", ".join(f"{p} {of.get(p)}" for p in deeper) for of in (one, other)]

@@ -30,6 +30,7 @@ from jaxpar.config.fields import field_types
 from jaxpar.config.json_reader import read_json_object
 from jaxpar.config.layers import FIELD, flat_values
 from jaxpar.config.names import CONFIG_MODULE
+from jaxpar.config.serialize import value_text
 from jaxpar.config.validate import resolve
 from jaxpar.runtime import provenance
 from jaxpar.runtime.gpus import visible, xla_flags
@@ -360,7 +361,8 @@ def reasons_against(
         how = "is new" if before is None else "is gone" if after is None else "has changed"
         reasons.append(f"the source of {name} {how}")
     for path, before, after in _changes_of_config(certificate.config, cfg, devices):
-        reasons.append(f"{path} is {_told(after)}, was {_told(before)}")
+        new, old = (value_text(path, _told(value)) for value in (after, before))
+        reasons.append(f"{path} is {new}, was {old}")
     return reasons
 
 
@@ -368,8 +370,8 @@ def reasons_against(
 COMPARED = {"jax": "JAX", "jaxlib": "jaxlib", "driver": "the driver", "gpu": "the GPU"}
 
 
-def _told(value: Any) -> str:
-    return "not set" if value is None else str(value)
+def _told(value: Any) -> Any:
+    return "not set" if value is None else value
 
 
 def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -390,7 +392,11 @@ def _changes_of_config(
     now = flat_values(json.loads(json.dumps(own_values.to_values(cfg))))
     found = [change for change in _changes(flat_values(then), now) if not is_in(change[0], FREE)]
     can_be_set = field_types().keys() - {FIELD, *own_values.FIELDS}
-    plain = {path: before for path, before, _ in found if path in can_be_set}
+    plain = {
+        path: before
+        for path, before, _ in found
+        if path in can_be_set and not isinstance(before, list | dict)
+    }
     if not plain or devices is None:
         return found
     try:  # what follows from the devices is alike if it does from the values then
@@ -399,4 +405,8 @@ def _changes_of_config(
     except (ConfigError, TypeError, ValueError):
         return found
     before, after = flat_values(own_values.to_values(as_then)), flat_values(resolved)
-    return [change for change in found if before.get(change[0]) != after.get(change[0])]
+    return [
+        change
+        for change in found
+        if change[0] not in plain or before.get(change[0]) != after.get(change[0])
+    ]

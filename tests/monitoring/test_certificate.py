@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from jaxpar.config import Config, replace
+from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.config_file import import_file, load_config
 from jaxpar.config.fields import field_types
 from jaxpar.config.json_reader import UnreadableJson
@@ -216,6 +217,16 @@ def test_what_follows_from_the_devices_is_no_reason(cfg):
         "parallel.data is 1, was -1",
         "parallel.tensor is 2, was 1",
     ]
+
+
+def test_lists_and_layers_are_compared_whatever_the_devices(cfg):
+    one, now = as_read(made(cfg)), conditions_of(cfg)
+    wide = {"model.layers.feed_forward.d_ff": 64, "parallel.data": 1}
+    (why,) = reasons_against(one, replace(cfg, **wide), now, devices=1)
+    assert why.startswith("model.layers.feed_forward.d_ff is 64, was ")
+    listed = parse_overrides(cfg, ["--train.batch-schedule", "5:64"])
+    (why,) = reasons_against(one, listed, now, devices=1)
+    assert why.startswith("train.batch_schedule is 5:64, was ")
 
 
 def test_the_free_fields_exist():
