@@ -232,7 +232,7 @@ def read_certificate(source: Path | bytes) -> Certificate:
         if isinstance(result, dict) and result.get("distance", 0.0) is None:
             result["distance"] = math.inf
     found = convert(Certificate, values, what)
-    if not all(isinstance(section, dict) for section in found.config.values()):
+    if not all(isinstance(section, dict | None) for section in found.config.values()):
         raise Misshapen(f"{what} has another form: config has a section that is no object")
     return found
 
