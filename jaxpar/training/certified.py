@@ -102,6 +102,7 @@ def certify_first(arguments: ConfigArguments, cfg: Config) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / CERTIFICATE_FILE
+    file.unlink(missing_ok=True)  # it does not apply
     words = [arguments.name, *arguments.overrides, "--output", str(file)]
     if not arguments.base.model.vocab_size:  # it is that of the data
         words += [flag("model.vocab_size"), str(cfg.model.vocab_size)]
@@ -116,6 +117,10 @@ def certify_first(arguments: ConfigArguments, cfg: Config) -> None:
     if code == exit_codes.EXIT_CONFIG:
         fix = "train without --certify, or use options that certify can run"
         raise ConfigError("--certify", arguments.name, "cannot be certified, see above", fix)
+    if not file.is_file():
+        raise exit_codes.RunError(
+            f"certify ended with code {code} before its last check, see above"
+        )
     raise NotCertified(
         f"{arguments.name} is not certified, see above: a run would not compute what its config "
         f"says ({file}). Fix: use another option, or report the fault; train without --certify to "

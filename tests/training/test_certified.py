@@ -97,6 +97,15 @@ def test_what_certify_refuses_is_a_bad_config(config_file, monkeypatch):
         certified.certify_first(arguments, arguments.checked())
 
 
+def test_a_crash_is_no_verdict(config_file, monkeypatch):
+    code = SimpleNamespace(wait=lambda: exit_codes.EXIT_ERROR, end=lambda: None)
+    monkeypatch.setattr(certified.children, "start", lambda *_: code)
+    arguments = ConfigArguments.of([config_file], "train")
+    with pytest.raises(exit_codes.RunError, match="ended with code 1 before") as failed:
+        certified.certify_first(arguments, arguments.checked())
+    assert failed.value.code == exit_codes.EXIT_ERROR
+
+
 def test_the_source_of_a_component_changes(certifies, train_on, config_file, capsys):
     file = Path(config_file)
     file.write_text(OWN + file.read_text().replace("Attention(num", "Own(num"))
