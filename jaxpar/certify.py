@@ -22,17 +22,26 @@ later steps, such updates change all gradients; Adam's eps is increased to keep 
 (`small_config.steady`). `certification/traces.py` makes the traces that are compared.
 
 Exit codes: 0 all agree, 1 a mismatch, 2 bad input; with --mup: 0 flat, 1 sizes grow or updates
-shrink with the width.
+shrink with the width; with --bisect: 0 the same bits, 1 they part.
 """
 
 from jaxpar import commands
-from jaxpar.certification.options import CertifyOptions, MupOptions
+from jaxpar.certification.options import BisectOptions, CertifyOptions, MupOptions
+from jaxpar.runtime import exit_codes
 
-OPTIONS = {"": CertifyOptions, "--mup": MupOptions}
+OPTIONS = {"": CertifyOptions, "--bisect": BisectOptions, "--mup": MupOptions}
 
 
-def main(options: CertifyOptions | MupOptions) -> int:
-    """Compare the meshes, or the widths, and return the exit code."""
+def main(options: CertifyOptions | BisectOptions | MupOptions) -> int:
+    """Compare the meshes, two runs, or the widths, and return the exit code."""
+    if isinstance(options, BisectOptions):
+        from jaxpar.certification.bisect import bisect
+        from jaxpar.tools.report import bisection
+
+        output = bisection.output_of(options)
+        found = bisect(options)
+        bisection.write_page(output, found)
+        return exit_codes.EXIT_ERROR if found.step else exit_codes.EXIT_OK
     from jaxpar.certification.command import certify
     from jaxpar.certification.coordinates import check_coordinates
 

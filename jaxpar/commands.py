@@ -48,7 +48,7 @@ GROUPS = {
     },
     "check": {
         "doctor": "check whether this machine is ready for training",
-        "certify": "compare meshes with the reference model on one device; check µP: --mup",
+        "certify": "compare meshes with the reference model; two runs: --bisect; µP: --mup",
     },
 }
 COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}

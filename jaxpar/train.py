@@ -8,10 +8,12 @@ text, the source code of the Python standard library, and ends with a sample of 
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from jaxpar import commands
-from jaxpar.config import Config
+from jaxpar.config import Config, ConfigError
 from jaxpar.config.command_line import ConfigArguments
+from jaxpar.config.options import Written
 from jaxpar.config.rules.paths import is_address
 
 
@@ -20,6 +22,16 @@ class TrainOptions:
     """Train a model."""
 
     config: ConfigArguments
+    certify: bool = False
+    """First check that the config computes what it says, as python -m jaxpar.certify does, unless
+    the certificate in the run's folder applies. If it fails, exit with code 17."""
+    certificate: Annotated[str, Written("FILE")] = ""
+    """The certificate of the run. Default: certificate.json in its folder, if there is one."""
+
+    def __post_init__(self) -> None:
+        if self.certify and self.certificate:
+            rule, fix = "is made by --certify", "use one of both"
+            raise ConfigError("--certificate", self.certificate, rule, fix)
 
 
 OPTIONS = TrainOptions
@@ -41,9 +53,13 @@ def main(options: TrainOptions) -> int:
         arguments = with_local_config(arguments)
     asked = arguments.checked(explain, commands.model_from, commands.with_vocabulary)
     own.check(asked)
+    if options.certify:
+        from jaxpar.training.certified import certify_first
+
+        certify_first(arguments, asked)
     cfg, environment = rendezvous.join(asked)
     is_first = first_run.prepare_quickstart(cfg) and arguments.name == "quickstart"
-    code = run_to_end(cfg, environment)
+    code = run_to_end(cfg, environment, options.certificate)
     has_checkpoint = code == exit_codes.EXIT_OK and cfg.checkpoint.every > 0
     if is_first and has_checkpoint and peers.world_size() == 1:
         show_first_run(cfg)

@@ -1,10 +1,11 @@
-"""Certifies meshes against a plain model, and replays steps of a run."""
+"""Certifies meshes against a plain model, replays steps, and finds where two runs part."""
 
 MAY_IMPORT = (
     "components",
     "config",
     "runtime",
     "sharding",
+    "parallel",
     "model",
     "objectives",
     "optimizer",

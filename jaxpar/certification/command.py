@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import jax
 
@@ -23,14 +24,22 @@ from jaxpar.config import Config, ConfigError, RunConfig
 from jaxpar.config.command_line import expand_set_options, parse_overrides
 from jaxpar.config.lists.step_sizes import without_schedules
 from jaxpar.config.model_source import ModelReader, take_source
+from jaxpar.config.rules.paths import with_paths, with_store
 from jaxpar.config.rules.values import values_of
 from jaxpar.config.validate import check
 from jaxpar.model.own_components import computes_itself
 from jaxpar.model.parameters import param_specs
+from jaxpar.monitoring.certificate import (
+    CERTIFICATE_FILE,
+    Certificate,
+    conditions_of,
+    to_values,
+)
 from jaxpar.objectives.losses import Loss
 from jaxpar.planning.startup import check_host
 from jaxpar.runtime import exit_codes, tables
 from jaxpar.runtime import start as runtime
+from jaxpar.runtime.files.outputs import check_file, write_json
 from jaxpar.runtime.host_memory import host_memory
 from jaxpar.runtime.processes import rendezvous
 from jaxpar.sharding.params import count
@@ -186,10 +195,13 @@ def certify(options: CertifyOptions, model_from: ModelReader) -> int:
 
     Args:     model_from: reads the model that `--model.from` names.
     """
-    asked = options.config.asked(model_from)
+    asked = with_store(with_paths(options.config.asked(model_from)))
     # On one device, since each mesh is checked by itself.
     check(dataclasses.replace(asked, parallel=parse_meshes(["data=1"], asked.parallel)["data=1"]))
     options.config.show(asked)
+    output = options.output or str(Path(asked.run.dir, CERTIFICATE_FILE))
+    check_file("--output", output, CERTIFICATE_FILE)
+    conditions = conditions_of(asked)
     cfg = small_config.float32(without_schedules(asked))
     meshes = parse_meshes(options.mesh, cfg.parallel)
     refuse_rounding(meshes, cfg.parallel)
@@ -219,5 +231,8 @@ def certify(options: CertifyOptions, model_from: ModelReader) -> int:
     with jax.default_matmul_precision("highest"):
         results = [result for of_check in run_checks(subject) for result in of_check]
     print("\n".join([*own_code(cfg), summary(results)]))
+    certificate = Certificate.of(options.config.name, asked, conditions, results)
+    write_json("--output", output, to_values(certificate))
+    print(f"certificate {output}, {certificate.cpu_seconds:,.0f} CPU seconds")
     passed = all(result.passed for result in results)
     return exit_codes.EXIT_OK if passed else exit_codes.EXIT_ERROR

@@ -30,6 +30,8 @@ class CertifyOptions:
     kind: the same features, sizes that the meshes divide; options of CONFIG apply afterwards."""
     tolerance: float = 1e-5
     """Maximum relative error."""
+    output: Annotated[str | None, Written("FILE")] = None
+    """The certificate to write. Default: certificate.json in the folder of CONFIG's run."""
 
     def __post_init__(self) -> None:
         check_share(self.tolerance, "1e-5")
@@ -76,6 +78,28 @@ def check_share(tolerance: float, good: str) -> None:
     if not 0 < tolerance < 1:
         fix = f"use --tolerance {good}"
         raise ConfigError("--tolerance", tolerance, "must be between 0 and 1", fix)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BisectOptions:
+    """Find where two runs part that should agree, and which difference explains it.
+
+    Repeats the steps of both in this process, from the last checkpoint that they share, until their
+    bits differ. Names the first microbatch, layer, point and direction of that step, and the
+    difference (batch, weights, flag, kernel, mesh, dtype, field or version) with which A's step
+    gives B's bits. Writes a page with the distances by layer.
+    """
+
+    a: Annotated[str, Argument("A")]
+    """Run folder."""
+    b: Annotated[str, Argument("B")]
+    """Another run folder, or a config, which starts as A did."""
+    steps: Annotated[int, Range(1, MAX_INT, 1000)] = 1000
+    """Most steps to repeat."""
+    code: Annotated[tuple[str, ...], Written("FILE")] = ()
+    """Files with the code of users' classes in the configs of runs."""
+    output: Annotated[str | None, Written("FILE")] = None
+    """The page. Default: A/bisect.html."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,10 @@
 """Replays a step of a run, to find the cause of a bad result."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -59,6 +60,71 @@ class ReplayedStep:
         return f"loss {self.loss:.6g}, grad norm {self.grad_norm:.6g}, bits {self.bits['loss']}"
 
 
+class StepsAgain:
+    """Takes the steps of a run again, in memory."""
+
+    def __init__(
+        self,
+        run: Run,
+        begin: int,
+        records: Mapping[int, dict[str, Any]],
+        flags: Mapping[str, Any] = MappingProxyType({}),
+    ):
+        """
+        Args:     begin: the checkpoint to begin with; 0: the start of the run. records: by step.
+                  flags: of XLA, with which steps are compiled, beside those of the process.
+        """
+        self.run, self.begin, self.records, self.flags = run, begin, records, dict(flags)
+        self._skipped, run.loader.skipped = run.loader.skipped, SkippedBatches()
+        self._outer_steps = OuterSteps(run.cfg, run.mesh)
+        self._programs: dict[tuple[Mesh, Config, int | None], Callable] = {}
+
+    def start(self) -> TrainState:
+        """Return the state that the steps begin with."""
+        run = self.run
+        if run.cfg.dpo:
+            run.prepare_reference(None)
+        if run.teacher is not None:
+            run.teacher.load()
+        if self.begin:
+            return checkpoint.restore(run.cfg, run.mesh, self.begin)
+        return initial_weights.state(run.cfg, run.mesh, run.origin, log)
+
+    def batch_of(self, done: int) -> int:
+        """Return the number of the batch of the step after `done`."""
+        return self.records.get(done + 1, {}).get("batch", self._skipped.batch_of(done))
+
+    def batch_on(self, mesh: Mesh, number: int) -> Batch:
+        """Return a batch of the run on the devices of a mesh of the same shape."""
+        batch = self.run.taught(self.run.loader.batch(number))
+        return jax.device_put(batch, NamedSharding(mesh, BATCH_SPEC))
+
+    def next(self, state: TrainState, done: int) -> tuple[TrainState, Metrics]:
+        """Take the step after `done`, and the outer steps after it. Donates the state."""
+        batch = self.run.taught(self.run.loader.batch(self.batch_of(done)))
+        state, measured = self.step(self.run.mesh, state, batch, done)
+        return self._outer_steps(done + 1, state), measured
+
+    def step(
+        self, mesh: Mesh, state: TrainState, batch: Batch, done: int
+    ) -> tuple[TrainState, Metrics]:
+        """Take the step after `done` on a mesh, whose batch may have any size of the run."""
+        run = self.run
+        cfg, fragment = run.config_of(*batch.tokens.shape), under_way(done, run.cfg)
+        key = mesh, cfg, fragment
+        if key not in self._programs:
+            made: Any = make_train_step(
+                cfg, mesh, run.max_segments, requested=("expert_rows",), fragment=fragment
+            )
+            self._programs[key] = compiled_with(made, self.flags, state, batch)
+        return self._programs[key](state, batch)
+
+
+def compiled_with(program: Any, flags: Mapping[str, Any], *args: Any) -> Any:
+    """Return a jitted program, compiled for arguments with some XLA flags, if there are any."""
+    return program.lower(*args).compile(dict(flags)) if flags else program
+
+
 class Replay:
     """A run, ready to repeat one of its steps."""
 
@@ -82,7 +148,7 @@ class Replay:
         for record in self.records.values():
             check_inputs(record, folder)
         taken_by = checkpoint_with(folder, self.number)
-        self.cfg = self._config(folder, taken_by)
+        self.cfg = config_of_step(folder, taken_by)
         runtime.start(self.cfg)
         require_devices(self.cfg)
         self.begin = checkpoint_before(folder, self.number)
@@ -91,27 +157,8 @@ class Replay:
         self.cfg = self.run.cfg
         if taken_by is not None:
             checkpoint.check_resumable(self.cfg, checkpoint.read_saved(folder, taken_by))
-        self.skipped, self.run.loader.skipped = self.run.loader.skipped, SkippedBatches()
         self.record = self.records[self.number]
-        self._steps: dict[tuple[Mesh, Config, int | None], Callable] = {}
-
-    def _config(self, folder: Path, taken_by: int | None) -> Config:
-        """Load the config of the step.
-
-        The checkpoint before the step may have another config: a resumed run may change its
-        learning rate, its length or its mesh.
-
-        Args:     taken_by: the first checkpoint that contains the step; None: the latest start.
-        """
-        if taken_by is not None:
-            cfg = checkpoint.load_config(folder, taken_by)
-        else:
-            cfg = _latest_config(folder)
-        # A cache of compiled programs is code: do not use one named by another's config.
-        own = {"run.compilation_cache": Config().run.compilation_cache}
-        cfg = replace(cfg, **{"run.dir": str(folder), "checkpoint.resume": "auto"}, **own)
-        check(cfg)
-        return in_one_process(cfg)
+        self._steps = StepsAgain(self.run, self.begin, self.records)
 
     def before(self) -> TrainState:
         """Compute the state before the step, on the host, from the checkpoint before it.
@@ -122,25 +169,12 @@ class Replay:
             return self._before(told)
 
     def _before(self, told: Stage) -> TrainState:
-        run = self.run
-        if self.cfg.dpo:
-            run.prepare_reference(None)
-        if run.teacher is not None:
-            run.teacher.load()
-        if self.begin:
-            now = checkpoint.restore(self.cfg, run.mesh, self.begin)
-        else:
-            now = initial_weights.state(self.cfg, run.mesh, run.origin, log)
-        outer_steps = OuterSteps(self.cfg, run.mesh)
+        now = self._steps.start()
         for done in range(self.begin, self.number - 1):
             told.at(f"step {done + 1}")
+            now, measured = self._steps.next(now, done)
             known = self.records.get(done + 1, {})
-            batch = known.get("batch", self.skipped.batch_of(done))
-            batch_of_step = run.taught(run.loader.batch(batch))
-            now, measured = self._step(run.mesh, now, batch_of_step, done)
-            now = outer_steps(done + 1, now)
-            found = {name: bits(float(measured[name])) for name in ("loss", "grad_norm")}
-            if "bits" in known and known["bits"] != found:
+            if "bits" in known and known["bits"] != bits_of(measured):
                 log(f"step {done + 1}, before it, gives other bits than its record")
         return jax.device_get(now)
 
@@ -151,28 +185,11 @@ class Replay:
         """
         with stage(f"taking step {self.number} with batch {batch}"):
             placed = jax.device_put(state, state_shardings(self.cfg, mesh))
-            batch_of_step = self._batch_on(mesh, batch)
-            after, measured = self._step(mesh, placed, batch_of_step, self.number - 1)
+            batch_of_step = self._steps.batch_on(mesh, batch)
+            after, measured = self._steps.step(mesh, placed, batch_of_step, self.number - 1)
             after = OuterSteps(self.cfg, mesh)(self.number, after)
             sums = fingerprints(after.saved)
             return ReplayedStep(float(measured["loss"]), float(measured["grad_norm"]), sums)
-
-    def _batch_on(self, mesh: Mesh, number: int) -> Batch:
-        """Return a batch of the run on the devices of a mesh of the same shape."""
-        batch = self.run.taught(self.run.loader.batch(number))
-        return jax.device_put(batch, NamedSharding(mesh, BATCH_SPEC))
-
-    def _step(
-        self, mesh: Mesh, state: TrainState, batch: Batch, done: int
-    ) -> tuple[TrainState, Metrics]:
-        """Take the step after `done` on a mesh, whose batch may have any size of the run."""
-        cfg, segments = self.run.config_of(*batch.tokens.shape), self.run.max_segments
-        key = mesh, cfg, (fragment := under_way(done, cfg))
-        if key not in self._steps:
-            self._steps[key] = make_train_step(
-                cfg, mesh, segments, requested=("expert_rows",), fragment=fragment
-            )
-        return self._steps[key](state, batch)
 
     def elsewhere(self) -> Mesh | None:
         """Make a mesh with every shard on another device; None if there is only one device."""
@@ -187,6 +204,30 @@ class Replay:
         before = values_judged(self.records[i] for i in sorted(self.records) if i < self.number)
         window = Window(g.spike_window, g.spike_deviations, before)
         return not math.isfinite(loss) or loss > window.limit()
+
+
+def bits_of(measured: Mapping[str, Any]) -> dict[str, str]:
+    """Return the bits of a step's loss and gradient norm, as in the records."""
+    return {name: bits(float(measured[name])) for name in ("loss", "grad_norm")}
+
+
+def config_of_step(folder: Path, taken_by: int | None) -> Config:
+    """Load the config of a step of a run, for one process.
+
+    The checkpoint before the step may have another config: a resumed run may change its
+    learning rate, its length or its mesh.
+
+    Args:     taken_by: the first checkpoint that contains the step; None: the latest start.
+    """
+    if taken_by is not None:
+        cfg = checkpoint.load_config(folder, taken_by)
+    else:
+        cfg = _latest_config(folder)
+    # A cache of compiled programs is code: do not use one named by another's config.
+    own = {"run.compilation_cache": Config().run.compilation_cache}
+    cfg = replace(cfg, **{"run.dir": str(folder), "checkpoint.resume": "auto"}, **own)
+    check(cfg)
+    return in_one_process(cfg)
 
 
 def checkpoint_with(folder: Path, number: int) -> int | None:

@@ -79,6 +79,19 @@ def by_address(values: Any) -> dict[str, Any]:
     return {FIELD: values}
 
 
+def flat_values(values: Any, path: str = "") -> dict[str, Any]:
+    """Flatten a config in JSON form, or a part of it: {"section.field": value}; layers by address.
+
+    Args:     path: of the part.
+    """
+    if path == FIELD:
+        return by_address(values)
+    if not isinstance(values, dict):
+        return {path: values}
+    parts = ((f"{path}.{key}" if path else key, inner) for key, inner in values.items())
+    return {k: v for name, inner in parts for k, v in flat_values(inner, name).items()}
+
+
 def _values(node: Any, *, every: bool = False) -> Any:
     """Return a node as JSON's types. Args:     every: also the fields that have their defaults."""
     of = functools.partial(_values, every=every)

@@ -16,7 +16,7 @@ from jaxpar.config.rules.limits import Range
 
 #: Options that hold a path, beside all positional arguments. Others may hold a text, such as a
 #: prompt, which can be an address.
-PATHS = {"data", "include_path", "input", "json", "output", "plot"}
+PATHS = {"certificate", "data", "include_path", "input", "json", "output", "plot"}
 
 #: Marks an argument that may also be the address of a run in an object store
 #: (`stores.reading.with_local_runs`).

@@ -20,13 +20,20 @@ def checked_out_commit() -> str:
         return ""
 
 
-def versions() -> dict[str, str]:
-    """Return versions, devices and flags, by their names in manifest.json and cards. Starts JAX."""
-    device = jax.devices()[0]
+def libraries() -> dict[str, str]:
+    """Return the versions of jaxpar and JAX. Starts no backend."""
     return {
         "jaxpar": jaxpar.__version__,
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return versions, devices and flags, by their names in manifest.json and cards. Starts JAX."""
+    device = jax.devices()[0]
+    return {
+        **libraries(),
         "platform": device.client.platform_version.split("\n")[0],
         "device": f"{jax.device_count()} x {device.device_kind}",
         "processes": str(jax.process_count()),

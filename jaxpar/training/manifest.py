@@ -3,6 +3,7 @@
 Someone may delete the folder, or files in it, while the run writes there.
 """
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from jaxpar.config.values import class_name
 from jaxpar.data.skips import SKIPPED_FILE
 from jaxpar.model.flops import num_adapter_params, num_params
 from jaxpar.model.mup import in_words as in_words_of_mup
+from jaxpar.monitoring.certificate import CERTIFICATE_FILE, conditions_of, to_values
 from jaxpar.monitoring.routing import file_of
 from jaxpar.optimizer.schedules import shortened
 from jaxpar.planning.startup import alignment_hints
@@ -108,6 +110,7 @@ def write(
     records.write("config.json", text_of(run.cfg))
     manifest = provenance.versions() | {
         "commit": provenance.checked_out_commit(),
+        "conditions": dataclasses.asdict(conditions_of(run.cfg)),
         "mesh": describe(run.mesh),
         "parameters": num_params(run.cfg.model),
         "adapters": num_adapter_params(run.cfg.model, run.cfg.lora),
@@ -131,6 +134,9 @@ def write(
         initial_weights.keep_files(run.origin, run.dir)
     if run.weights_from:
         manifest["weights_from"] = chosen_to_json(run.weights_from)
+    if (found := run.certified) is not None:
+        manifest["certificate"] = {"no_longer_applies": list(found.reasons)}
+        records.write(CERTIFICATE_FILE, json.dumps(to_values(found.certificate), indent=2) + "\n")
     if steps := sorted(set(run.cfg.run.record_routing)):
         manifest["recorded_routing"] = {
             "files": [file_of(step) for step in steps],
@@ -156,6 +162,7 @@ def write(
         ("skipped", left_out(run)),
         ("warm-up", shortened(cfg.optimizer, cfg.train.num_steps)),
         *(("hint", line) for line in hints),
+        ("certified", str(found) if found is not None else ""),
         ("run", str(run.dir)),
         *(("set", item) for item in environment),
     ]

@@ -36,6 +36,7 @@ from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import TrainState
 from jaxpar.training import chosen as weights
 from jaxpar.training import elastic, initial_weights
+from jaxpar.training.certified import Certified, certified
 from jaxpar.training.evaluation import HeldOut, open_held_out
 from jaxpar.training.initial_weights import InitialWeights
 from jaxpar.training.selftests.attention import choose_kernels, test_kernels
@@ -81,6 +82,7 @@ class Run:
     of_sizes: tuple[tuple[int, Config, tuple[Choice, ...]], ...]
     """A step to come, its config and kernels, for each size of a microbatch."""
     startup: StartUp
+    certified: Certified | None
 
     @classmethod
     def open(
@@ -91,6 +93,8 @@ class Run:
         in_folder: bool = True,
         copies: "Sequence[FoundCopy]" = (),
         chosen: weights.Choice | None = None,
+        certificate: str = "",
+        devices: Sequence[jax.Device] | None = None,
     ) -> "Run":
         """Check everything that can be checked. Writes nothing.
 
@@ -99,6 +103,8 @@ class Run:
                   scratch, and neither reads nor writes its folder. copies: of the state in memory,
                   newer than the checkpoints, the newest first: it resumes from the first instead.
                   chosen: the weights of other runs. None, in a run of one process: chosen here.
+                  certificate: a file; "" for that of the folder, if it has one. devices: None for
+                  all.
         Raises:   ConfigError for anything that would stop the run later.
         """
         startup = StartUp()
@@ -109,11 +115,13 @@ class Run:
         if first is not None:
             saved = copies[0].saved if copies else checkpoint.read_saved(folder, first)
         given = with_epochs(cfg)
-        cfg = resolve(elastic.same_rows(given, saved, jax.device_count()), jax.device_count())
+        count = jax.device_count() if devices is None else len(devices)
+        cfg = resolve(elastic.same_rows(given, saved, count), count)
         check_memory(cfg)
         check_host_copies(cfg, jax.default_backend())
         require_packages(cfg)
-        execution, mesh = execution_of(cfg), make_mesh(cfg.parallel)
+        execution = execution_of(cfg)
+        mesh = make_mesh(cfg.parallel) if devices is None else make_mesh(cfg.parallel, devices)
         order = functools.partial(order_of, cfg)
         loader = open_loader(cfg, mesh, "train", order)
         held_out = open_held_out(cfg, mesh, order)
@@ -141,6 +149,9 @@ class Run:
             from jaxpar.training.selftests.recurrent import backends_of
 
             backends_of(cfg)
+        found = None
+        if in_folder:
+            found = certified(given, folder, certificate, count)
         startup.ended("data and checks")
         return cls(
             cfg=cfg,
@@ -160,6 +171,7 @@ class Run:
             kernels=kernels,
             of_sizes=of_sizes,
             startup=startup,
+            certified=found,
         )
 
     @property
@@ -207,10 +219,31 @@ class Run:
             test_kernels(kernels, cfg, self.loader, self.max_segments, step, log)
 
     def start(self) -> "Start":
-        """Test the kernels, then return the initial or restored state.
+        """Test the kernels unless they are certified, then return the initial or restored state.
 
         Raises:   ConfigError when a kernel gives wrong numbers; as a restore.
         """
+        if self.certified is None or not self.certified.has_kernels:
+            self._test_kernels()
+        began, resumed = time.perf_counter(), self.first_step
+        with stage("making the weights" if resumed is None else f"restoring step {resumed}"):
+            start, what = self._initial_or_saved()
+            self.go_on_from(start.saved)  # an earlier one, if the arrays of another are damaged
+            jax.block_until_ready(start.state)
+        log(f"{what} in {time.perf_counter() - began:.1f} s")
+        self.startup.ended("weights" if resumed is None else "checkpoint")
+        if self.teacher is not None:
+            with stage("reading the teacher"):
+                self.teacher.load()
+            log(f"teacher    {self.teacher}")
+            self.startup.ended("teacher")
+        if self.cfg.dpo:
+            self.prepare_reference(start.state if resumed is None else None)
+            self.startup.ended("reference")
+        return start
+
+    def _test_kernels(self) -> None:
+        """Raises:   ConfigError when a kernel gives wrong numbers."""
         with stage("testing the attention kernels"):
             self.test_attention()
         self.startup.ended("attention self-test")
@@ -232,22 +265,6 @@ class Run:
             with stage("testing the kernel of top_k"):
                 test_top_k(self.cfg, log)
             self.startup.ended("top-k self-test")
-        began, resumed = time.perf_counter(), self.first_step
-        with stage("making the weights" if resumed is None else f"restoring step {resumed}"):
-            start, what = self._initial_or_saved()
-            self.go_on_from(start.saved)  # an earlier one, if the arrays of another are damaged
-            jax.block_until_ready(start.state)
-        log(f"{what} in {time.perf_counter() - began:.1f} s")
-        self.startup.ended("weights" if resumed is None else "checkpoint")
-        if self.teacher is not None:
-            with stage("reading the teacher"):
-                self.teacher.load()
-            log(f"teacher    {self.teacher}")
-            self.startup.ended("teacher")
-        if self.cfg.dpo:
-            self.prepare_reference(start.state if resumed is None else None)
-            self.startup.ended("reference")
-        return start
 
     def go_on_from(self, saved: checkpoint.Saved | None) -> None:
         """Have the data go on from where a state was saved; None: from the start."""

@@ -32,8 +32,11 @@ if TYPE_CHECKING:
     from jaxpar.training.object_store import RunInStore
 
 
-def checked(cfg: Config) -> Run:
-    """Return the run, after every process has checked it and all agree that it is the same run."""
+def checked(cfg: Config, certificate: str = "") -> Run:
+    """Return the run, after every process has checked it and all agree that it is the same run.
+
+    Args:     certificate: as for `Run.open`.
+    """
     own.check(cfg)
     seconds = cfg.cluster.slow_seconds or 1e6
     with stage("planning the layout"):
@@ -50,7 +53,9 @@ def checked(cfg: Config) -> Run:
             memory = peers.all_or_none("memory of hosts", seconds, place)
             copies = find(laid_out, memory)
         chosen = choose_together(laid_out, seconds, copies)
-        make = lambda: Run.open(laid_out, copies=copies, chosen=chosen)  # noqa: E731
+        make = lambda: Run.open(  # noqa: E731
+            laid_out, copies=copies, chosen=chosen, certificate=certificate
+        )
         run = peers.all_or_none("checks", seconds, make)
     if cfg.parallel.auto:
         asked = {**run.asked, "parallel.auto": cfg.parallel.auto}
@@ -106,16 +111,17 @@ def _store_of(cfg: Config) -> contextlib.AbstractContextManager["RunInStore | No
     return stored(cfg)
 
 
-def run_to_end(cfg: Config, environment: list[str]) -> int:
+def run_to_end(cfg: Config, environment: list[str], certificate: str = "") -> int:
     """Check the run, open its folder and train, under the watchdog. Returns the exit code.
 
+    Args:     certificate: as for `Run.open`.
     Raises:   RunLocked, among others, after the watchdog has stopped: it would otherwise write into
               the folder of the run that holds the lock.
     """
     c = cfg.cluster
     watchdog = Watchdog(cfg.run.dir, c.hang_seconds, c.slow_seconds)
     with _store_of(cfg) as store, output_may_be_lost(), profile_on_signal(), watchdog as watch:
-        run = checked(cfg)
+        run = checked(cfg, certificate)
         if store is not None:
             store.begin()
         with contextlib.ExitStack() as stack:

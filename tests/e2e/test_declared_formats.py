@@ -37,6 +37,13 @@ from jaxpar.memory_checkpoint.piece_file import (
 )
 from jaxpar.memory_checkpoint.places import MIRRORED, OWN, MemoryPlace
 from jaxpar.monitoring import routing
+from jaxpar.monitoring.certificate import (
+    CERTIFICATE_FILE,
+    Certificate,
+    Result,
+    conditions_of,
+    to_values,
+)
 from jaxpar.monitoring.metric_names import TABLE_FILE, Described, MetricTable, read_table
 from jaxpar.monitoring.profile_folder import ProfileFacts, read_facts, write_facts
 from jaxpar.monitoring.recent_steps import read_recent, values_judged
@@ -49,6 +56,7 @@ from jaxpar.stores.objects import Altered
 from jaxpar.tools.report import listing
 from jaxpar.tools.report.listing import found_runs, lines
 from jaxpar.tools.sweeps.running import SweepFolder
+from jaxpar.training.certified import certified
 from tests.e2e.damage import of_bytes, of_json, of_lines
 from tests.slow import slow
 from tests.tiny import EXPERTS, TINY
@@ -81,6 +89,12 @@ SAVED = {
 }
 TABLE = MetricTable({"loss": Described("training", "nats per token", "cross entropy")})
 ABOUT = About("t", "runs/t", ("s",), (100,), 16, True, 256, 4, 1.0, 10)
+CERTIFICATE = Certificate.of(
+    "quickstart",
+    Config(),
+    conditions_of(Config()),
+    [Result("meshes", "data=2", "loss", 1e-7, 1e-5, where="step 1")],
+)
 FACTS = ProfileFacts(10, 3, 1, 1, "cpu", "1", 100, 1e9, None, {"temp": 5}, {"jax": "1"})
 WORDS = {"time": 5.0, "step": 3, "error": "boom", "code": 1}
 HOLDER = {"session": "s", "host": "h", "pid": 1, "space": "x", "time": "2026-01-01T00:00:00+00:00"}
@@ -313,6 +327,10 @@ def formats(folder: Path) -> dict[str, Format]:
         "events.jsonl": of_run("events.jsonl", of_lines),
         "about.json": Format(about_to_json(ABOUT).encode(), in_folder("about.json", read_about)),
         "stream.json": Format(stream_json(folder), in_folder("stream.json", stream)),
+        "certificate.json": Format(
+            json.dumps(to_values(CERTIFICATE)).encode(),
+            in_folder(CERTIFICATE_FILE, lambda f: certified(Config(), f, "")),
+        ),
         "profile.json": Format(facts, in_folder("profile.json", read_facts)),
         "skipped_batches.json": Format(
             written(skips, folder / "skipped_batches.json"),
@@ -390,7 +408,7 @@ def test_what_another_process_has_written_is_read_or_passed_over(
 
 def test_the_formats_are_those_that_are_written():
     """Their fields are read back as they were, and each has a version."""
-    for one in (HOST, FORMED, OVER, End(code=3, text="x"), FACTS, ABOUT, TABLE):
+    for one in (HOST, FORMED, OVER, End(code=3, text="x"), FACTS, ABOUT, TABLE, CERTIFICATE):
         text = declared.to_json(one).encode()
         assert declared.read(type(one), text) == one
         fields = json.loads(text)

@@ -121,10 +121,14 @@ def write_json(option: str, path: str | Path, value: Any) -> None:
     Args:     option: the option that names the file, for the error.
     Raises:   RunError if the file cannot be written.
     """
-    path = Path(path)
+    write(option, Path(path), (json.dumps(value, indent=2) + "\n").encode())
+
+
+def write(option: str, path: Path, content: bytes) -> None:
+    """As `write_json`, for any content."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic.write(path, (json.dumps(value, indent=2) + "\n").encode())
+        atomic.write(path, content)
     except OSError as error:
         kept = ". The existing file is unchanged" if path.is_file() else ""
         why = f"cannot be written: {error.strerror or error}{kept}"

@@ -27,7 +27,13 @@ def visible_gpus() -> int:
 
 def gpu_name() -> str:
     """Return the first GPU's name from the driver; empty if it does not respond."""
+    return gpu_and_driver()[0]
+
+
+def gpu_and_driver() -> tuple[str, str]:
+    """Return the first GPU's name, and the driver's version; empty if it does not respond."""
     try:
-        return nvml.gpus()[0].name
+        gpu = nvml.gpus()[0]
     except nvml.Unavailable:
-        return ""
+        return "", ""
+    return gpu.name, gpu.driver_version

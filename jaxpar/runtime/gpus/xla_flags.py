@@ -7,6 +7,7 @@ take the GPUs out of service.
 """
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -44,6 +45,25 @@ def alike_everywhere(settings: str) -> str:
     return settings
 
 
+#: What this process has set: flags as in XLA_FLAGS, and variables as "name=value".
+_set_here: list[str] = []
+
+
+def flags_of_user() -> dict[str, str]:
+    """Return the flags of XLA_FLAGS that this process has not set, by name."""
+    text = user_flags()
+    for setting in _set_here:
+        text = text.replace(setting, "")
+    words = (word.lstrip("-").partition("=") for word in text.split())
+    return {name: value for name, _, value in words}
+
+
+def variables_of_user(names: Sequence[str]) -> dict[str, str]:
+    """Return those of some environment variables that this process has not set."""
+    given = {name: os.environ.get(name, "") for name in names}
+    return {n: text for n, text in given.items() if text and f"{n}={text}" not in _set_here}
+
+
 def apply(cfg: Config, num_processes: int = 1) -> list[str]:
     """Set the flags and environment for this host. Must run before JAX starts its backend.
 
@@ -63,6 +83,7 @@ def apply(cfg: Config, num_processes: int = 1) -> list[str]:
     flags = [f for f in rows if f.name not in names]
     settings = [flag.setting for flag in flags]
     os.environ["XLA_FLAGS"] = " ".join([*settings, theirs]).strip()
+    _set_here.extend(settings)
     told = settings or [
         f"no XLA flags: none measured on {gpu or 'this GPU'} with JAX {jax.__version__}"
     ]
@@ -93,6 +114,7 @@ def make_deterministic() -> list[str]:
     given = {word.lstrip("-").partition("=")[0] for word in user_flags().split()}
     settings = [] if given & set(DETERMINISM) else [f"--{DETERMINISM[0]}=true"]
     os.environ["XLA_FLAGS"] = " ".join([*settings, user_flags()]).strip()
+    _set_here.extend(settings)
     return settings + _set_where_unset(NCCL_RING)
 
 
@@ -118,4 +140,6 @@ def _set_where_unset(variables: dict[str, str]) -> list[str]:
     """Set environment variables that the user has not set, and return them as "name=value"."""
     unset = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(unset)
-    return [f"{name}={value}" for name, value in unset.items()]
+    settings = [f"{name}={value}" for name, value in unset.items()]
+    _set_here.extend(settings)
+    return settings

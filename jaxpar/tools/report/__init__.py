@@ -4,6 +4,7 @@ MAY_IMPORT = (
     "config",
     "runtime",
     "monitoring",
+    "certification",
     "tools.profiling",
     "tools.bench",
     "stores",

@@ -7,7 +7,7 @@ from typing import Any
 from xml.etree.ElementTree import Element
 
 from jaxpar.config import Config, ConfigError
-from jaxpar.config.layers import FIELD, by_address
+from jaxpar.config.layers import flat_values
 from jaxpar.config.serialize import value_text
 from jaxpar.config.values import to_values
 from jaxpar.monitoring import profile_folder
@@ -132,20 +132,11 @@ def config(runs: Sequence[RunRead]) -> Element:
 
 def _changed(config: dict[str, Any]) -> list[tuple[str, str, str]]:
     """Return the fields that differ from the defaults: (path, value, default)."""
-    default = _flat(to_values(Config()))
-    mine = _flat(config)
+    default = flat_values(to_values(Config()))
+    mine = flat_values(config)
     changed = {path: v for path, v in mine.items() if v != default.get(path)}
     of = lambda path: value_text(path, default[path]) if path in default else "–"  # noqa: E731
     return [(path, value_text(path, v), of(path)) for path, v in changed.items()]
-
-
-def _flat(value: Any, path: str = "") -> dict[str, Any]:
-    if path == FIELD:
-        return by_address(value)
-    if not isinstance(value, dict):
-        return {path: value}
-    parts = ((f"{path}.{key}" if path else key, inner) for key, inner in value.items())
-    return {k: v for name, inner in parts for k, v in _flat(inner, name).items()}
 
 
 def environment(runs: Sequence[RunRead]) -> Element:

@@ -9,7 +9,7 @@ from importlib import resources
 from xml.etree.ElementTree import Element
 
 import jaxpar
-from jaxpar.tools.report import charts, experts, facts, layers, listing, times
+from jaxpar.tools.report import certificates, charts, experts, facts, layers, listing, times
 from jaxpar.tools.report.charts import bits_per_nat, hours_of
 from jaxpar.tools.report.drawing import line_sign, mark_sign
 from jaxpar.tools.report.elements import e, html
@@ -79,20 +79,9 @@ def page(runs: Sequence[RunRead], made: datetime, live: int = 0) -> bytes:
     Args:     runs: at least one. made: the current time. live: seconds after which the page reads
               its file again; 0: never.
     """
-    style, script = _asset("page.css"), _asset("draw.js") + _asset("page.js")
-    title = ", ".join(run.name for run in runs)
-    head = e(
-        "head",
-        e("meta", charset="utf-8"),
-        e("meta", http_equiv="Content-Security-Policy", content=_policy(style, script)),
-        e("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        e("meta", name="color-scheme", content="light dark"),
-        e("meta", name="referrer", content="no-referrer"),
-        e("title", f"{title} – training report"),
-        e("style", style),
-    )
     # Text in a script element is not escaped. Without "<" it cannot close the element.
     data = json.dumps(charts.page_data(runs)).replace("<", "\\u003c")
+    script = _asset("draw.js") + _asset("page.js")
     body = e(
         "body",
         _header(runs, made, live),
@@ -100,6 +89,26 @@ def page(runs: Sequence[RunRead], made: datetime, live: int = 0) -> bytes:
         e("script", data, type="application/json", id="data"),
         e("script", script),
         **({"data-live": live} if live else {}),
+    )
+    title = ", ".join(run.name for run in runs)
+    return document(f"{title} – training report", body, script)
+
+
+def document(title: str, body: Element, script: str = "") -> bytes:
+    """Build a page that loads nothing.
+
+    Args:     script: the only one that may run.
+    """
+    style = _asset("page.css")
+    head = e(
+        "head",
+        e("meta", charset="utf-8"),
+        e("meta", http_equiv="Content-Security-Policy", content=_policy(style, script)),
+        e("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        e("meta", name="color-scheme", content="light dark"),
+        e("meta", name="referrer", content="no-referrer"),
+        e("title", title),
+        e("style", style),
     )
     return html(e("html", head, body, lang="en"))
 
@@ -135,7 +144,8 @@ def _sections(runs: Sequence[RunRead]) -> list[Element]:
         drawn.append(bar(runs))
     drawn.append(_marks(runs))
     drawn.append(e("div", *shown, times.goodput(runs), class_="grid"))
-    rest = [facts.predicted(runs), facts.section(runs), facts.samples(runs), facts.config(runs)]
+    rest = [facts.predicted(runs), facts.section(runs), facts.samples(runs)]
+    rest += [certificates.section(runs), facts.config(runs)]
     there = [section for section in rest if section is not None]
     compared = [listing.html_table(runs)] if len(runs) > 1 else []
     return [*compared, facts.cards(runs), drawn, *there, facts.environment(runs)]

@@ -16,6 +16,7 @@ from jaxpar.config.json_reader import read_json
 from jaxpar.config.metrics import METRICS, UNKNOWN, Metric
 from jaxpar.config.schema.items import EvaluationSet
 from jaxpar.config.schema.optimizer import AVERAGED
+from jaxpar.monitoring.certificate import CERTIFICATE_FILE
 from jaxpar.monitoring.goodput import (
     Goodput,
     RestartCosts,
@@ -127,6 +128,9 @@ OF_FOLLOWERS = ("task_scores/", "followed_loss", "followed_bits_per_byte")
 #: Most metrics that are kept over steps, of which a damaged file may name any number.
 MAX_SERIES = len(DRAWN) + EvaluationSet.most
 
+#: A folder of which a report can be made has one of these: the last one before a run starts.
+ONE_OF = ("config.json", "metrics.jsonl", CERTIFICATE_FILE)
+
 #: Number of samples that are shown, the latest ones.
 MAX_SAMPLES = 4
 
@@ -221,7 +225,7 @@ def _read_run(folder: str) -> RunRead:
         what = "is a file" if path.exists() else "does not exist"
         raise ConfigError("RUN", folder, what, "give the folder of a run, such as runs/quickstart")
     os.scandir(path).close()  # `is_file` would hide that the folder cannot be read
-    if not (path / "config.json").is_file() and not (path / "metrics.jsonl").is_file():
+    if not any((path / name).is_file() for name in ONE_OF):
         rule = "is not a run's folder: it has neither config.json nor metrics.jsonl"
         within = sorted(str(file.parent) for file in path.glob("*/metrics.jsonl"))[:3]
         fix = f"use {' or '.join(within)}" if within else "give the folder set by run.dir"
