@@ -28,7 +28,7 @@ AGREES, DIFFERS = 0, 1
 #: What a copy has. Others are links: tests read the repository that they are in.
 COPIED, LINKED = ("jaxpar", "configs"), ("tests", "docs", "scripts", "pyproject.toml", "README.md")
 
-#: Where copies are, and compiled modules.
+#: Where copies are, compiled modules, and what tests keep.
 HOME = ROOT / ".pytest_cache" / "mutants"
 
 #: CPU seconds after which a run has not found the fault.
@@ -52,7 +52,9 @@ class Result:
     seconds: float = 0.0
     """CPU seconds of all runs."""
     commit: str = ""
-    """Of the package that had the fault."""
+    """The last one that had changed the package."""
+    certify: str = ""
+    """`Fault.certify` of the run."""
 
 
 class RunFailed(Exception):
@@ -75,6 +77,8 @@ def copy_with(faults: Sequence[Fault]) -> Iterator[Path]:
             shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
         for name in LINKED:
             (root / name).symlink_to(ROOT / name)
+        (HOME / "pytest").mkdir(exist_ok=True)
+        (root / ".pytest_cache").symlink_to(HOME / "pytest")
         for name, text in changed.items():
             (root / name).write_text(text, "utf-8")
         yield root
@@ -116,14 +120,15 @@ def run(fault: Fault, prefix: str, commit: str, passed: str = "", *, tests: bool
             if code:
                 found, line = "test", test
                 break
-    return Result(fault.name, found, line, tested, round(seconds, 1), commit)
+    return Result(fault.name, found, line, tested, round(seconds, 1), commit, fault.certify)
 
 
 def passing_together(faults: Sequence[Fault], prefix: str) -> dict[str, str]:
-    """Run the command once with several faults of one `certify`: if it passes, it finds none.
+    """Run the command once with several faults of one `certify`: if it passes, it finds none. If
+    not, do the same with each half of them.
 
-    Returns:  how the command is known to find nothing, by the faults' names. {} if it does not
-              pass, which says nothing about any one of them.
+    Returns:  how the command is known to find nothing, by the faults' names; without those of
+              which that is not known.
     """
     together: list[Fault] = []
     for fault in faults:
@@ -136,8 +141,11 @@ def passing_together(faults: Sequence[Fault], prefix: str) -> dict[str, str]:
         return {}
     with copy_with(together) as root:
         found, _, _ = certified(root, together[0], prefix)
-    why = f"passed together with {len(together) - 1} others"
-    return {} if found else {fault.name: why for fault in together}
+    if not found:
+        why = f"passed together with {len(together) - 1} others"
+        return {fault.name: why for fault in together}
+    half = len(together) // 2
+    return passing_together(together[:half], prefix) | passing_together(together[half:], prefix)
 
 
 #: Options of pytest: slow tests too, since they are named.

@@ -45,7 +45,7 @@ our own. The last columns have what was off and by how much, and CPU seconds of 
 
 {score}
 
-|fault|report|found by|by|s|
+|fault|report|found by|off|s|
 |---|---|---|---|---|
 """
 

@@ -107,6 +107,7 @@ FAULTS = (
         new="""norm = s.scale * global_norm(
         fused_weights.unstack_layers(grads, cfg), trainer_axes(cfg, AXES))""",
         certify="llama3_8b data=2,tensor=2 --compute.dtype float16",
+        tests=("tests/optimizer/test_loss_scale.py",),
     ),
     Fault(
         name="clipped_by_the_square_of_the_norm",

@@ -92,7 +92,7 @@ FAULTS = (
         new="""        share = batch.labels.size / jnp.sum(batch.labels >= 0)
         total += mtp_loss / m.mtp_depth * more * share
 """,
-        certify="deepseek_v3 expert=2,data=2",
+        certify="deepseek_v3 expert=2,data=2 --model.mtp-depth 1",
     ),
     Fault(
         name="mtp_successor_by_place_with_zigzag",
@@ -100,14 +100,14 @@ FAULTS = (
         file=MODULE,
         old="places, n = jnp.asarray(_successors(order, T)), lax.axis_size(SEQUENCE)",
         new="places, n = jnp.asarray(_successors(None, T)), lax.axis_size(SEQUENCE)",
-        certify="deepseek_v3 expert=2,sequence=2",
+        certify="deepseek_v3 expert=2,sequence=2 --model.mtp-depth 1",
     ),
     Fault(
         name="mtp_labels_across_documents",
         file=MODULE,
         old="same = (take(batch.segment_ids) == batch.segment_ids) & (places >= 0)",
         new="same = jnp.broadcast_to(places >= 0, batch.segment_ids.shape)",
-        certify="deepseek_v3 expert=2,data=2",
+        certify="deepseek_v3 expert=2,data=2 --model.mtp-depth 1",
     ),
     Fault(
         name="mtp_router_losses_on_every_stage",
@@ -115,7 +115,7 @@ FAULTS = (
         file="jaxpar/model/attention_context.py",
         old="    return with_loss_weight(contexts, weight * (lax.axis_index(PIPELINE) == 0))\n",
         new="    return contexts\n",
-        certify="deepseek_v3 expert=2,pipeline=2,num_microbatches=2",
+        certify="deepseek_v3 expert=2,pipeline=2,num_microbatches=2 --model.mtp-depth 1",
     ),
     Fault(
         name="pairs_count_on_every_sequence_rank",

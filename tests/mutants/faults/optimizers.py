@@ -9,7 +9,7 @@ BFLOAT16 = "llama3_8b data=2,tensor=2 --optimizer.second-moment-dtype bfloat16"
 EIGHT_BITS = "llama3_8b data=2,tensor=2 --optimizer.second-moment-dtype 8bit"
 AVERAGE = "llama3_8b data=2,tensor=2 --optimizer.ema-decay 0.9"
 MUP = "llama3_8b data=2,tensor=2 --model.mup.base-width 32"
-DILOCO = "llama3_8b replica=2,data=2 --diloco.every 2"
+DILOCO = "llama3_8b replica=2,data=2 --parallel.replica 2 --diloco.every 2"
 WARM = "llama3_8b data=2,tensor=2 --optimizer.warmup-steps 3"
 
 RULES, MOMENTS = "jaxpar/optimizer/rules.py", "jaxpar/optimizer/moments.py"
