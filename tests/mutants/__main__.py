@@ -7,7 +7,7 @@
     python -m tests.mutants --clean             the same commands on the package without a fault
     python -m tests.mutants --list
 
-A fault changes one to six lines (`faults/`). `jaxpar.verify` runs on a copy that has it, with the
+A fault changes one to six lines (`faults/`). `jaxpar.certify` runs on a copy that has it, with the
 config, mesh and options that should find it; then the tests that it names. Results are written as
 they come, and others are kept. With --clean nothing is written. With --together, faults that have
 the same command are first put into one copy: if the command passes, it finds none of them, and is

@@ -20,7 +20,7 @@ from typing import Literal
 from tests.mutants.fault import ROOT, Fault
 
 #: The command that should find a fault, and its options before the fault's own.
-CERTIFY = ("-m", "jaxpar.verify", "--shrink")
+CERTIFY = ("-m", "jaxpar.certify")
 
 #: Exit codes of that command: all agree; a mismatch.
 AGREES, DIFFERS = 0, 1

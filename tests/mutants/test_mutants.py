@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from jaxpar.commands import read
-from jaxpar.verification.meshes import parse_meshes
+from jaxpar.certification.meshes import parse_meshes
 from tests.mutants import table
 from tests.mutants.every import every_fault, read_results
 from tests.mutants.fault import ROOT, Fault
