@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from jaxpar.commands import read
 from jaxpar.certification.meshes import parse_meshes
+from jaxpar.commands import read
 from tests.mutants import table
 from tests.mutants.every import every_fault, read_results
 from tests.mutants.fault import ROOT, Fault
