@@ -32,6 +32,7 @@ from tests.mutants.running import (
     RunFailed,
     certified,
     copy_with,
+    passes_test,
     passing_together,
     run,
 )
@@ -150,17 +151,25 @@ def _passed(
 
 
 def _clean(faults: list[Fault], asked: argparse.Namespace) -> list[str]:
-    """Run each command once, without a fault. Returns:  those that did not pass."""
-    distinct = list({fault.certify: fault for fault in faults if fault.certify}.values())
+    """Run each command and each test once, without a fault. Returns:  those that did not pass."""
 
-    def one(fault: Fault) -> str:
+    def command(fault: Fault) -> str:
         with copy_with([]) as root:
             found, line, seconds = certified(root, fault, asked.prefix)
         print(f"{fault.certify}: {found or 'passes'} {line} ({seconds:.0f} CPU s)", flush=True)
         return f"without a fault: {fault.certify}: {found}: {line}" if found else ""
 
+    def test(name: str) -> str:
+        with copy_with([]) as root:
+            passes, seconds = passes_test(root, name, asked.prefix)
+        print(f"{name}: {'passes' if passes else 'FAILS'} ({seconds:.0f} CPU s)", flush=True)
+        return "" if passes else f"without a fault: {name} fails"
+
+    commands = {fault.certify: fault for fault in faults}.values()
+    names = dict.fromkeys(name for fault in faults for name in fault.tests)
     with ThreadPoolExecutor(max(asked.jobs, 1)) as pool:
-        return list(filter(None, pool.map(one, distinct)))
+        found = [*pool.map(command, commands), *([] if asked.no_tests else pool.map(test, names))]
+    return list(filter(None, found))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import re
 import resource
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,7 +32,7 @@ COPIED, LINKED = ("jaxpar", "configs"), ("tests", "docs", "scripts", "pyproject.
 #: Where copies are, compiled modules, and what tests keep.
 HOME = ROOT / ".pytest_cache" / "mutants"
 
-#: CPU seconds after which a run has not found the fault.
+#: CPU seconds after which a run is stopped: it has not found the fault.
 MOST_SECONDS = 600
 
 #: What found a fault: an error when the step is traced, or when it runs; the command; a test. ""
@@ -113,14 +114,20 @@ def run(fault: Fault, prefix: str, commit: str, passed: str = "", *, tests: bool
         found, line, seconds = ("", passed, 0.0) if passed else certified(root, fault, prefix)
         tested = tests and not found
         for test in fault.tests if tested else ():
-            code, text, took = execute(root, prefix, "-m", "pytest", *PYTEST, test)
+            passes, took = passes_test(root, test, prefix)
             seconds += took
-            if code not in (0, 1):
-                raise RunFailed(f"{fault.name}: pytest {test}: exit code {code}\n{text[-2000:]}")
-            if code:
+            if not passes:
                 found, line = "test", test
                 break
     return Result(fault.name, found, line, tested, round(seconds, 1), commit, fault.certify)
+
+
+def passes_test(root: Path, test: str, prefix: str) -> tuple[bool, float]:
+    """Return whether a test passes in a copy, and CPU seconds. Raises: RunFailed."""
+    code, text, seconds = execute(root, prefix, "-m", "pytest", *PYTEST, test)
+    if code not in (0, 1):
+        raise RunFailed(f"pytest {test}: exit code {code}\n{text[-2000:]}")
+    return code == 0, seconds
 
 
 def passing_together(faults: Sequence[Fault], prefix: str) -> dict[str, str]:
@@ -164,6 +171,8 @@ def certified(root: Path, fault: Fault, prefix: str) -> tuple[Finder, str, float
         wrong = [line for line in text.splitlines() if re.search(r"\boff by\b|\bdiffer\b", line)]
         telling = min(wrong, key=lambda line: "gradient of" not in line)
         return "certify", telling.partition(": ")[2], seconds
+    if code == -signal.SIGXCPU:
+        return "", f"passed nothing in {MOST_SECONDS} CPU seconds", seconds
     if code < 0 or code > 128:
         return "crashed", f"exit code {code}: {text.strip().splitlines()[-1]}", seconds
     raise RunFailed(f"{fault.name}: {shlex.join(fault.command)}: exit code {code}\n{text[-2000:]}")

@@ -56,7 +56,7 @@ FAULTS = (
         old="rate = jnp.where(ok, cfg.train.router_bias_rate, 0.0)",
         new="rate = jnp.float32(cfg.train.router_bias_rate)",
         certify=BIASED,
-        tests=("tests/optimizer/test_loss_scale.py",),
+        tests=("tests/step/test_expert_loads.py", "tests/optimizer/test_loss_scale.py"),
     ),
     Fault(
         name="router_bias_weighs_the_outputs",

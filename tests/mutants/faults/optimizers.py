@@ -128,7 +128,7 @@ FAULTS = (
         file="jaxpar/optimizer/rate_table.py",
         old="return lambda count: rates[jnp.minimum(count, len(rates) - 1)]",
         new="return lambda count: rates[jnp.minimum(count + 1, len(rates) - 1)]",
-        certify=f"{WARM} --optimizer.schedule-as-input True",
+        certify=WARM,
         tests=(f"{_TEST}rate_table.py::test_steps_are_the_same_with_and_without",),
     ),
     Fault(

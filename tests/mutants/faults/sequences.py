@@ -3,7 +3,7 @@
 from tests.mutants.fault import Fault
 
 RING = "llama3_8b sequence=4,context=ring,num_microbatches=2,layer_loop=scan"
-ULYSSES = "llama3_8b sequence=4,tensor=2,context=ulysses"
+ULYSSES = "llama3_8b sequence=4,context=ulysses"
 TENSOR = "llama3_8b data=2,tensor=4,zero=2,num_microbatches=2,layer_loop=unroll,row_groups=2"
 HYBRID = "quickstart_hybrid sequence=4"
 MAMBA = "nemotron_h_8b sequence=4"
