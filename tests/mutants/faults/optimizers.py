@@ -269,7 +269,7 @@ FAULTS = (
         file="jaxpar/parallel/replicas/reduction.py",
         old="sums[name], rest = sum_int8(here)",
         new="sums[name], rest = sum_int8(here)[0], 0 * here",
-        certify="llama3_8b replica=2,data=2 --parallel.replica-reduction int8",
+        certify="llama3_8b replica=2,data=2 --parallel.replica 2 --parallel.replica-reduction int8",
         tests=("tests/parallel/test_replicas.py::test_sums_and_errors_are_those_of_whole_arrays",),
     ),
     Fault(
