@@ -164,7 +164,7 @@ def certified(root: Path, fault: Fault, prefix: str) -> tuple[Finder, str, float
     code, text, seconds = execute(root, prefix, *CERTIFY, *fault.command)
     if code == AGREES:
         return "", "passed", seconds
-    if "Traceback (most recent call last)" in text:
+    if "Traceback (most recent call last)" in text and "ImportError" not in text:
         lines = [line for line in text.splitlines() if re.match(r"[\w.]+(Error|Exception)\b", line)]
         return "traced", _shortened(lines[-1] if lines else text.splitlines()[-1]), seconds
     if code == DIFFERS:
@@ -173,7 +173,7 @@ def certified(root: Path, fault: Fault, prefix: str) -> tuple[Finder, str, float
         return "certify", telling.partition(": ")[2], seconds
     if code == -signal.SIGXCPU:
         return "", f"passed nothing in {MOST_SECONDS} CPU seconds", seconds
-    if code < 0 or code > 128:
+    if code in (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGFPE):
         return "crashed", f"exit code {code}: {text.strip().splitlines()[-1]}", seconds
     raise RunFailed(f"{fault.name}: {shlex.join(fault.command)}: exit code {code}\n{text[-2000:]}")
 

@@ -132,7 +132,7 @@ FAULTS = (
         file=EVALUATION,
         old="params = averaged(state, self.cfg) if name == AVERAGED else state.params",
         new="params = state.params",
-        certify="llama3_8b data=2,tensor=2 --optimizer.ema-decay 0.9",
+        certify="llama3_8b data=2,tensor=2 --optimizer.ema.decay 0.9",
         tests=(
             "tests/training/test_evaluation.py"
             "::test_it_has_a_loss_of_its_own_and_the_programs_take_it",
