@@ -41,7 +41,8 @@ Each fault of [tests/mutants/faults](../../tests/mutants/faults) was put into a 
 one at a time: a factor, a sum, a set, an order or an index that is wrong, in one to six lines.
 `{command}` then ran on CPU devices with the config and mesh that the fault names; where that
 passed, the tests that it names did. Some stand for public reports of other systems; the others are
-our own. The last columns have what was off and by how much, and CPU seconds of all runs.
+our own. Where it says *untested*, the command passed, and the tests have not been run yet.
+The last columns have what was off and by how much, and CPU seconds of all runs.
 
 {score}
 
@@ -82,7 +83,8 @@ def _score(results: list[Result]) -> str:
 
 def _row(fault: Fault, result: Result) -> str:
     seconds = f"{result.seconds:.0f}" if result.seconds else ""
-    found = WORDS[result.found_by]
+    waits = result.found_by == "" and fault.tests and not result.tested
+    found = "untested" if waits else WORDS[result.found_by]
     cells = fault.name, _link(fault.source), found, _telling(result), seconds
     return f"|{'|'.join(cells)}|\n"
 
