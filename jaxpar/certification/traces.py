@@ -361,9 +361,8 @@ def mesh_trace(
     if everything:
         programs.append((make_eval_step(cfg, mesh, most, ex), state.params))
     lowered = [step.lower(first, placed[0]) for step, first in programs]
-    compiled = functools.partial(jax.stages.Lowered.compile, compiler_options=compiler_options)
     with ThreadPoolExecutor(2) as pool:  # most of the time, and on one core each
-        step, *evaluation = pool.map(compiled, lowered)
+        step, *evaluation = pool.map(lambda one: one.compile(compiler_options), lowered)
 
     evaluated = None
     for evaluate in evaluation:

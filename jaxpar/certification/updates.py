@@ -28,7 +28,6 @@ from jaxpar.config.validate import resolve
 from jaxpar.execution.decisions import execution_of
 from jaxpar.model.parameters import specs_of, trainable_specs
 from jaxpar.optimizer import schedules
-from jaxpar.optimizer.rate_table import rate_table, schedule_of
 from jaxpar.parallel.gradients import global_norm
 from jaxpar.sharding.axes import AXES
 from jaxpar.sharding.mesh import make_mesh, shardings
@@ -214,7 +213,7 @@ def schedule(subject: Subject) -> Iterator[Result]:
     near |= {n * k // 10 for k in range(1, 10)} | {n - 2, n - 1, n, n + 10}
     steps = sorted(step for step in near if step >= 0)
     if o.schedule_as_input:
-        rate = schedule_of(jnp.asarray(rate_table(o, n)))
+        rate = schedules.schedule_of(jnp.asarray(schedules.rate_table(o, n)))
     else:
         rate = schedules.learning_rate(o, n)
     found = np.asarray([rate(jnp.int32(step)) for step in steps], np.float64)

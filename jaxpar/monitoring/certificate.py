@@ -107,6 +107,11 @@ class Result:
     where: _Text = ""
     detail: _Text = ""
 
+    def __post_init__(self) -> None:
+        # Checks compute with numpy, whose numbers JSON does not take.
+        for name in ("distance", "tolerance"):
+            object.__setattr__(self, name, float(getattr(self, name)))
+
     @property
     def passed(self) -> bool:
         """Whether the distance is within the tolerance. A NaN is not."""

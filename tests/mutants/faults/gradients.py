@@ -137,7 +137,7 @@ FAULTS = (
     Fault(
         name="gradients_not_unscaled",
         file="jaxpar/optimizer/loss_scale.py",
-        old="jax.tree.map(lambda g: g / scale, grads) if scales_loss(cfg) else grads",
+        old="jax.tree.map(lambda g: g / scale, grads) if scaled else grads",
         new="grads",
         certify="llama3_8b data=2,tensor=2 --compute.dtype float16",
         tests=("tests/optimizer/test_loss_scale.py",),
@@ -240,7 +240,7 @@ FAULTS = (
     ),
     Fault(
         name="zero_1_scatters_without_the_head",
-        file="jaxpar/step/step_weights.py",
+        file="jaxpar/step/links.py",
         old="    scatter = functools.partial(fsdp.scatter_tree, reduce=cfg.parallel.grad_reduce)\n",
         new="""    scatter = functools.partial(fsdp.scatter_tree, reduce=cfg.parallel.grad_reduce)
     top = dict(grads["top"], head=grads["top"]["head"] / lax.axis_size("data"))

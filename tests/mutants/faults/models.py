@@ -54,7 +54,7 @@ FAULTS = (
     ),
     Fault(
         name="latent_scores_without_their_factor",
-        file="jaxpar/model/latent_attention/heads.py",
+        file="jaxpar/model/latent_attention.py",
         old="return q if factor == 1 else q * factor",
         new="return q if factor == 1 else q * factor**0.5",
         certify="deepseek_v3 expert=2,data=2",
@@ -140,7 +140,7 @@ FAULTS = (
     ),
     Fault(
         name="absorbed_scores_by_the_wider_head",
-        file="jaxpar/model/latent_attention/decode.py",
+        file="jaxpar/model/latent_attention.py",
         old="    q *= math.sqrt(q.shape[-1] / a.head_dim)",
         new="    q *= 1.0",
         certify="deepseek_v2_lite tensor=2",

@@ -125,7 +125,7 @@ FAULTS = (
     ),
     Fault(
         name="table_of_rates_one_step_ahead",
-        file="jaxpar/optimizer/rate_table.py",
+        file="jaxpar/optimizer/schedules.py",
         old="return lambda count: rates[jnp.minimum(count, len(rates) - 1)]",
         new="return lambda count: rates[jnp.minimum(count + 1, len(rates) - 1)]",
         certify=WARM,
@@ -221,7 +221,7 @@ FAULTS = (
     ),
     Fault(
         name="mup_initial_weights_by_inputs",
-        file="jaxpar/model/mup/widths.py",
+        file="jaxpar/model/mup.py",
         old="std=spec.std / math.sqrt(rows), widths=(rows, columns)",
         new="std=spec.std / rows, widths=(rows, columns)",
         certify=MUP,
@@ -250,7 +250,7 @@ FAULTS = (
     ),
     Fault(
         name="diloco_sums_replicas",
-        file="jaxpar/step/diloco/rule.py",
+        file="jaxpar/step/diloco/fragments.py",
         old="return psum(x, REPLICA) / n",
         new="return psum(x, REPLICA)",
         certify=DILOCO,
@@ -258,7 +258,7 @@ FAULTS = (
     ),
     Fault(
         name="diloco_without_nesterov",
-        file="jaxpar/step/diloco/rule.py",
+        file="jaxpar/step/diloco/fragments.py",
         old="outer - d.outer_learning_rate * (gradient + d.outer_momentum * momentum), momentum",
         new="outer - d.outer_learning_rate * momentum, momentum",
         certify=DILOCO,

@@ -11,7 +11,7 @@ MAMBA = "nemotron_h_8b sequence=4"
 CONTEXT, MASKS = "jaxpar/parallel/context.py", "jaxpar/model/attention_context.py"
 PERMUTES, BETWEEN = "jaxpar/parallel/tensor/permutes.py", "jaxpar/parallel/recurrence.py"
 CONVOLUTION = "jaxpar/model/recurrent/convolution.py"
-STATE_SPACE = "jaxpar/model/recurrent/state_space.py"
+STATE_SPACE = "jaxpar/model/recurrent/mamba.py"
 
 FAULTS = (
     Fault(
