@@ -23,10 +23,9 @@ class TrainOptions:
 
     config: ConfigArguments
     certify: bool = False
-    """First check that the config computes what it says, as python -m jaxpar.certify does, unless
-    the certificate in the run's folder applies. If it fails, exit with code 17."""
+    """Certify the config first, unless the run has a certificate that applies."""
     certificate: Annotated[str, Written("FILE")] = ""
-    """The certificate of the run. Default: certificate.json in its folder, if there is one."""
+    """The run's certificate. Default: certificate.json in its folder."""
 
     def __post_init__(self) -> None:
         if self.certify and self.certificate:

@@ -267,7 +267,7 @@ class Bisect:
 
     def find(self) -> Bisection:
         """Return where the two part, and why."""
-        found = self._walk()
+        found = self._part_ways()
         if found is None:
             return self._result(step=0, last=self.last)
         done, states = found
@@ -319,7 +319,7 @@ class Bisect:
 
     # ---------------------------------------------------------------- the first step that differs
 
-    def _walk(self) -> tuple[int, tuple[TrainState, TrainState]] | None:
+    def _part_ways(self) -> tuple[int, tuple[TrainState, TrainState]] | None:
         """Take the steps of both until their bits differ.
 
         Returns:  steps done before the one that differs, and the states before it, logical, on the

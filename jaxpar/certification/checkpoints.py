@@ -247,7 +247,7 @@ def _exported(saved: SavedState) -> Iterator[Result]:
     published = folder / "published"
     exporting.to_hf(export, published, silent, None)
     files = dict[str, np.ndarray]()
-    for file in published.glob("*.safetensors"):
+    for file in sorted(published.glob("*.safetensors")):
         files |= tensors_in(file)
     model, kind = cfg.model, export.family.model_type
     if kind in PUBLISHED:
@@ -315,10 +315,9 @@ def _differing(found: Arrays, wanted: Arrays, *, some: bool = False) -> list[str
 
     Args:     some: `found` may have others.
     """
-    extra = [] if some else [f"{n}, which is new" for n in found.keys() - wanted.keys()]
-    wrong = [f"{n}, which is missing" for n in wanted.keys() - found.keys()]
-    both = wanted.keys() & found.keys()
-    wrong += [n for n in wanted if n in both and not _near(found[n], wanted[n])]
+    extra = [] if some else [f"{n}, which is new" for n in found if n not in wanted]
+    wrong = [f"{n}, which is missing" for n in wanted if n not in found]
+    wrong += [n for n in wanted if n in found and not _near(found[n], wanted[n])]
     return wrong + extra
 
 

@@ -43,7 +43,7 @@ VARIANTS: tuple[tuple[int, bool, dict[str, Any]], ...] = (
     (MOST_DEVICES, True, {"layer_loop": "scan", "expert_tensor": 1, "expert_dispatch": "tokens"}),
 )
 
-type Options = frozenset[tuple[str, Any]]
+type Options = tuple[tuple[str, Any], ...]
 
 
 def trace_layouts(subject: Subject) -> Iterator[Result]:
@@ -97,7 +97,7 @@ def options_of(cfg: Config) -> Options:
         del options["schedule"]
     if p.expert == 1:
         del options["expert_dispatch"], options["expert_tensor"]
-    return frozenset(options.items())
+    return tuple(options.items())
 
 
 def describe(cfg: Config) -> str:

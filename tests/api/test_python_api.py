@@ -242,7 +242,7 @@ def test_a_step_takes_only_what_belongs_to_it(trainer_of):
         r"batch.tokens = \[4, 32\]: must have the shape of int32 \[8, 32\]": (
             *(state, jax.tree.map(lambda a: a[:4], host)),
         ),
-        r"batch.labels = \(8, 16\)": (state, host.replace(labels=host.labels[:, :16])),
+        r"batch.labels = \[8, 16\]": (state, host.replace(labels=host.labels[:, :16])),
         "batch.positions = 'int64': must be int32": (
             *(state, host.replace(positions=host.positions.astype(np.int64))),
         ),

@@ -163,7 +163,7 @@ def test_what_cannot_be(values, said):
     ("function", "said"),
     [
         (lambda q, k, v, mask: (q, q), r"returns tuple in place of an array as its queries"),
-        (lambda q, k, v, mask: q[:, 1:], r"returns float32 \(.* in place of an array"),
+        (lambda q, k, v, mask: q[:, 1:], r"returns float64 \(.* in place of an array"),
         (lambda q, k, v, mask: q.astype("bfloat16"), r"returns bfloat16 \(.* in place of an array"),
     ],
     ids=["pair", "shape", "dtype"],

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxpar import checkpoint, config
-from jaxpar.config import Config, Router
+from jaxpar.config import Config, MemoryConfig, Router
 from jaxpar.config.validate import resolve
 from jaxpar.data.skips import SkippedBatches, write_skipped
 from jaxpar.memory_checkpoint.places import MIRRORED, Group, MemoryPlace
@@ -117,7 +117,7 @@ def test_on_the_same_mesh_a_running_state_is_the_same(setup, tmp_path):
 @pytest.mark.parametrize("copies, receivers", [(0, ""), (1, "c:1"), (2, "c:1 a:1"), (5, "c:1 a:1")])
 def test_memory_copies_says_how_many_hosts_get_the_pieces(setup, tmp_path, copies, receivers):
     """The next ones after this host, which is the second of three; no host gets its own."""
-    cfg, mesh = setup(**{"checkpoint.memory_copies": copies})
+    cfg, mesh = setup(**{"checkpoint.memory": MemoryConfig(every=5, copies=copies)})
     place = MemoryPlace(folders_of(tmp_path, 1)[0], ("a:1", "b:1", "c:1"), host=1)
     plan = plan_copies(cfg, place, abstract_logical(cfg, mesh).saved, seconds=60)
     assert plan.receivers == receivers.split()

@@ -1,12 +1,14 @@
 """Plans of runs whose steps change their size."""
 
 import json
+import shlex
 
 import pytest
 
 from jaxpar.commands import call
 from jaxpar.config import BatchSize, SequenceLength, replace
 from jaxpar.config.command_line import load_config
+from jaxpar.config.fields import flag
 from jaxpar.config.lists.step_sizes import config_of, step_sizes
 from jaxpar.config.validate import resolve
 from jaxpar.planning.predict.communication import Cluster
@@ -54,7 +56,7 @@ def test_the_memory_is_of_the_size_that_needs_most(cfg):
 
 
 def test_the_command_shows_every_size_and_the_whole_run(capsys):
-    fields = [f"--{path.replace('_', '-')}={value}" for path, value in FIELDS.items()]
+    fields = shlex.split(" ".join(flag(path, value) for path, value in FIELDS.items()))
     words = ["llama3_8b", "--quick", "--top", "1", "--fix", "data=8,remat=dots,zero=3", *fields]
     assert call("plan", words) == 0
     said = capsys.readouterr().out

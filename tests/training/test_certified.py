@@ -1,11 +1,15 @@
 """A run and its certificate: made before the first step, read at the start, stale later."""
 
+import functools
 import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from jaxpar.certification import command
+from jaxpar.certification.checks import CHECKS
+from jaxpar.certification.comparison import MESHES
 from jaxpar.commands import call
 from jaxpar.config import ConfigError
 from jaxpar.config.command_line import ConfigArguments
@@ -41,13 +45,16 @@ def certifies(monkeypatch) -> list[list[str]]:
     """The commands of the processes that certify; what they do is done here, on one mesh."""
     commands: list[list[str]] = []
 
-    def start(command, env, log):
-        commands.append(command)
-        assert command[1:3] == ["-m", "jaxpar.certify"]
-        code = call("certify", [*command[3:], "--mesh", "data=2", "--steps", "0"])
+    def start(words, env, log):
+        commands.append(words)
+        assert words[1:3] == ["-m", "jaxpar.certify"]
+        code = call("certify", [*words[3:], "--mesh", "data=2", "--steps", "0"])
         return SimpleNamespace(wait=lambda: code, end=lambda: None)
 
     monkeypatch.setattr(certified.children, "start", start)
+    checks = [(name, check) for name, check in CHECKS if name == MESHES]
+    run_checks = functools.partial(command.run_checks, checks=checks)
+    monkeypatch.setattr(command, "run_checks", run_checks)
     return commands
 
 

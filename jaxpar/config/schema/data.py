@@ -14,7 +14,7 @@ class DataConfig:
     """Training and evaluation data."""
 
     path: str = "data/stdlib"
-    """Dataset, its s3:// address, or others (docs/data.md)."""
+    """Dataset, or its s3:// address: docs/data.md."""
     cache_dir: str = ""
     """Folder of this host for what is read of datasets in object stores. Empty: a folder of the
     user's cache, ~/.cache/jaxpar/data."""

@@ -29,7 +29,7 @@ class ParallelConfig:
     """The device mesh, and how model and batch are split over it."""
 
     auto: tuple[LayoutField, ...] = ()
-    """Layout fields for the planner to choose. all: each that has its default. Empty: none."""
+    """Layout fields for the planner to choose, or all."""
     pipeline: Annotated[int, Range(1, MAX_AXIS)] = 1
     """Pipeline-parallel stages (PP)."""
     replica: Annotated[int, Range(1, MAX_AXIS)] = 1
@@ -72,7 +72,7 @@ class ParallelConfig:
     and for weights that are not sharded. 2: as 1, and scatter gradients layer by layer, so that
     their sums over microbatches are shards."""
     remat: Remat = "dots"
-    """Rematerialization policy, or the values to save for the backward pass."""
+    """Rematerialization policy, or the values to save."""
     remat_layers: tuple[RematSlice, ...] = ()
     """Policies of some unrolled layers: full:::2 for every second layer, full::8 for the first
     eight. Later ones win; the other layers have `remat`. With a pipeline, slices are of the layers
