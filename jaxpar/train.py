@@ -23,9 +23,9 @@ class TrainOptions:
 
     config: ConfigArguments
     certify: bool = False
-    """Certify the config first, unless the run has a certificate that applies."""
+    """Certify the config before the first step."""
     certificate: Annotated[str, Written("FILE")] = ""
-    """The run's certificate. Default: certificate.json in its folder."""
+    """Certificate to read. Default: that of the run."""
 
     def __post_init__(self) -> None:
         if self.certify and self.certificate:

@@ -52,7 +52,7 @@ class ParallelConfig:
     sequence: Annotated[int, Range(1, MAX_AXIS)] = 1
     """Shards of each sequence (context parallelism)."""
     tensor: Annotated[int, Range(1, MAX_AXIS)] = 1
-    """Tensor-parallel ranks, with sequence parallelism."""
+    """Tensor- and sequence-parallel ranks."""
     num_microbatches: Annotated[int, Range(1, MAX_SEQUENCE)] = 1
     """Microbatches per step, for gradient accumulation or for the pipeline."""
     row_groups: Annotated[int, Range(1, 1 << 16)] = 1
@@ -72,7 +72,7 @@ class ParallelConfig:
     and for weights that are not sharded. 2: as 1, and scatter gradients layer by layer, so that
     their sums over microbatches are shards."""
     remat: Remat = "dots"
-    """Rematerialization policy, or the values to save."""
+    """Remat policy, or values to save."""
     remat_layers: tuple[RematSlice, ...] = ()
     """Policies of some unrolled layers: full:::2 for every second layer, full::8 for the first
     eight. Later ones win; the other layers have `remat`. With a pipeline, slices are of the layers

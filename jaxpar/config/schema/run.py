@@ -51,7 +51,7 @@ class CheckpointConfig:
     """When to save checkpoints and whether to resume from one."""
 
     every: Natural = 500
-    """Steps between checkpoints, beside the last. 0: never."""
+    """Steps between saves. 0: never."""
     keep: Count = 3
     """Number of latest checkpoints to keep."""
     keep_every: Natural = 0

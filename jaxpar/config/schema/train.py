@@ -14,7 +14,7 @@ class TrainConfig:
     """Length of the run and batch size."""
 
     num_steps: Count = 1000
-    """Total optimizer steps, over all resumes."""
+    """Optimizer steps, over all resumes."""
     num_tokens: Annotated[int, Range(0, 10**16)] = 0
     """Length of the run in tokens, with padding: sets num_steps, rounded up. 0: by num_steps."""
     num_epochs: NotNegative = 0.0
