@@ -89,6 +89,7 @@ def test_a_batch(found, train, capsys, a, tmp_path):
     assert "batch: 3 in A, 4 in B" in page.read_text()
 
 
+@pytest.mark.slow
 def test_a_dtype(found, train):
     result = found(train("--compute.dtype", "bfloat16"))
     assert result.step == 1
@@ -146,6 +147,7 @@ def test_a_flag(found, train, monkeypatch):
     assert cause_of(result) == RunDifference("flag", name, "not set", "True")
 
 
+@pytest.mark.slow
 def test_a_kernel(found, train, monkeypatch):
     """A stand-in for one that rounds otherwise, since a CPU has no other."""
 

@@ -48,7 +48,7 @@ def test_config_files(name, tmp_path, capsys):
     refused = 0
     for saved in ("", "saved"):
         document = json.loads((PUBLISHED / name / saved / "config.json").read_text())
-        for case, text in damaged(document, seed=NAMES.index(name), count=30):
+        for case, text in damaged(document, seed=NAMES.index(name), count=15):
             (tmp_path / "config.json").write_bytes(text)
 
             def read() -> None:
@@ -62,7 +62,7 @@ def test_config_files(name, tmp_path, capsys):
             shape = lambda: model_from(str(tmp_path), None, TINY.model)  # noqa: E731
             refused_or_read(shape, case)
     capsys.readouterr()
-    assert refused > 5
+    assert refused > 2
 
 
 @pytest.mark.parametrize("name", ["llama3_2", "qwen3_moe", "nemotron_3", "gpt_oss", "gemma4"])

@@ -22,6 +22,7 @@ from jaxpar.convert.shape import model_from
 from jaxpar.model.parameters import param_specs
 from jaxpar.sharding.params import flat
 from tests.convert.two_forms import changes
+from tests.slow import slow_but
 from tests.tiny import TINY
 
 PUBLISHED = Path(__file__).parent / "published"
@@ -134,7 +135,7 @@ def theirs(again: Values, changed: Values, different: Values) -> Values:
     return {key: value for key, value in (again | different).items() if key not in gone}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(NAMES[::3], NAMES))
 def test_two_forms_mean_what_they_mean_to_transformers_or_are_both_named(name):
     published, again = (
         json.loads((PUBLISHED / name / file).read_text())

@@ -10,6 +10,7 @@ from jaxpar.config.command_line import load_config
 from jaxpar.config.validate import resolve
 from jaxpar.planning.layouts import describe, divisors, legal_layouts, meshes, values_of
 from jaxpar.planning.questions import counts_of_gpus
+from tests.slow import slow
 
 #: Odd numbers, so that many rules refuse something.
 SMALL = replace(
@@ -58,14 +59,15 @@ def brute_force(cfg: Config, gpus: int) -> set[tuple]:
     return found
 
 
-def test_listing_is_the_brute_force_one():
-    listing = legal_layouts(SMALL, 4, {})
+@pytest.mark.parametrize(("gpus", "least"), [(2, 50), slow(4, 100)])
+def test_listing_is_the_brute_force_one(gpus, least):
+    listing = legal_layouts(SMALL, gpus, {})
     listed = [tuple(values_of(cfg).values()) for cfg in listing.configs]
-    assert len(listed) == len(set(listed)) > 100
-    assert set(listed) == brute_force(SMALL, 4)
+    assert len(listed) == len(set(listed)) > least
+    assert set(listed) == brute_force(SMALL, gpus)
     assert sum(listing.refused.values()) > 0
     for cfg in listing.configs[::7]:
-        assert resolve(cfg, 4) == cfg
+        assert resolve(cfg, gpus) == cfg
 
 
 def test_fixed_fields_stay():
