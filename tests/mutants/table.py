@@ -42,6 +42,8 @@ one at a time: a factor, a sum, a set, an order or an index that is wrong, in on
 `{command}` then ran on CPU devices with the config and mesh that the fault names; where that
 passed, the tests that it names did. Some stand for public reports of other systems; the others are
 our own. Where it says *untested*, the command passed, and the tests have not been run yet.
+These results are of commit ed153e28 and before, where certify compared only losses, gradients and
+weights on meshes.
 The last columns have what was off and by how much, and CPU seconds of all runs.
 
 {score}
