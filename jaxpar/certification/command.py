@@ -1,6 +1,5 @@
 """The work of `python -m jaxpar.certify`: its devices, its meshes, its checks and their results."""
 
-import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from jaxpar.certification.meshes import (
     parse_meshes,
     refuse_rounding,
     resolve_meshes,
+    without_mesh,
 )
 from jaxpar.certification.options import CertifyOptions
 from jaxpar.certification.results import Check, Result, Subject
@@ -197,7 +197,7 @@ def certify(options: CertifyOptions, model_from: ModelReader) -> int:
     """
     asked = with_store(with_paths(options.config.asked(model_from)))
     # On one device, since each mesh is checked by itself.
-    check(dataclasses.replace(asked, parallel=parse_meshes(["data=1"], asked.parallel)["data=1"]))
+    check(without_mesh(asked))
     options.config.show(asked)
     output = options.output or str(Path(asked.run.dir, CERTIFICATE_FILE))
     check_file("--output", output, CERTIFICATE_FILE)

@@ -32,6 +32,13 @@ def parse_meshes(items: Sequence[str], parallel: ParallelConfig) -> dict[str, Pa
     return meshes
 
 
+def without_mesh(cfg: Config) -> Config:
+    """Return a config for one device: without a mesh, and without what needs replicas."""
+    one = parse_meshes(["data=1"], cfg.parallel)["data=1"]
+    one = dataclasses.replace(one, replica_reduction="float32")
+    return dataclasses.replace(cfg, parallel=one, diloco=None)
+
+
 def refuse_rounding(meshes: dict[str, ParallelConfig], parallel: ParallelConfig) -> None:
     """Raise ConfigError for a mesh that sets a field with a rounding dtype.
 

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from jaxpar.certification import distances, independent
 from jaxpar.certification.independent import WeightKind
-from jaxpar.certification.meshes import num_devices, parse_meshes, resolve_meshes
+from jaxpar.certification.meshes import num_devices, parse_meshes, resolve_meshes, without_mesh
 from jaxpar.certification.results import Result, Subject
 from jaxpar.certification.traces import QUICK_COMPILE, Arrays, initial_params, to_host
 from jaxpar.components.weight import Weight
@@ -52,9 +52,7 @@ def on_one_device(asked: Config) -> Config:
 
     Raises:   ConfigError if it cannot run there.
     """
-    parallel = parse_meshes([ONE], asked.parallel)[ONE]
-    parallel = dataclasses.replace(parallel, replica_reduction="float32")
-    return resolve(dataclasses.replace(asked, parallel=parallel), 1)
+    return resolve(without_mesh(asked), 1)
 
 
 def mesh_of(cfg: Config, devices: Sequence[jax.Device]) -> Mesh:

@@ -42,6 +42,16 @@ TINY = ["quickstart", "--model.num-layers", "2", "--model.vocab-size", "32"]
 pytestmark = pytest.mark.usefixtures("quick_compile", "devices")
 
 
+@pytest.mark.parametrize(
+    "words", [["--parallel.replica-reduction", "int8"], ["--diloco.every", "4"]]
+)
+def test_what_needs_replicas_does_not_stop_the_others(words, capsys):
+    replicas = ["--parallel.replica", "2", "--parallel.data", "1"]
+    mesh = ["--mesh", "replica=2", "--steps", "0"]
+    assert call("certify", [*TINY, *mesh, *replicas, *words]) == 0
+    assert "comparisons agree" in capsys.readouterr().out
+
+
 def test_meshes_agree(capsys):
     code = call("certify", [*TINY, "--mesh", "data=2,tensor=2,zero=1", "--steps", "2"])
     shown = capsys.readouterr().out
