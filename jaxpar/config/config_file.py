@@ -73,16 +73,19 @@ def import_file(name: str, path: Path | None = None) -> Any:
 
 
 @functools.cache
-def _module(path: Path, _: bytes) -> Any:
+def _module(path: Path, text: bytes) -> Any:
     """Import a file. One that has not changed is imported once, so that its classes are the same.
 
-    Args:     path: absolute. _: the text of the file.
+    Python's own import would take the bytecode of an earlier file that has the same size and was
+    written in the same second.
+
+    Args:     path: absolute. text: that of the file.
     """
     spec = importlib.util.spec_from_file_location(CONFIG_MODULE + path.stem, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look there
-    spec.loader.exec_module(module)
+    exec(compile(text, str(path), "exec"), vars(module))
     return module
 
 

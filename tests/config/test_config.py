@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import shlex
 
@@ -395,3 +396,13 @@ def test_numbers_of_devices_do_not_matter_to_what_can_be_checked_before():
     check(replace(Config(), **{"parallel.tensor": 4, "parallel.data": 32}))
     with pytest.raises(ConfigError, match=r"num_microbatches = 5, since"):
         check(replace(Config(), **{"parallel.num_microbatches": 5}))
+
+
+def test_a_file_rewritten_in_the_same_second_is_read_anew(tmp_path):
+    file = tmp_path / "mine.py"
+    text = "from jaxpar import load_config, replace\n\n\ndef get_config():\n"
+    text += "    return replace(load_config('quickstart'), **{'optimizer.learning_rate': 1e-2})\n"
+    for rate in (1e-2, 2e-2):
+        file.write_text(text.replace("1e-2", f"{rate:.0e}".replace("e-0", "e-")))
+        os.utime(file, (1_000_000_000, 1_000_000_000))
+        assert command_line.load_config(str(file)).optimizer.learning_rate == rate
