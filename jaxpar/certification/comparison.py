@@ -30,7 +30,7 @@ def compare_meshes(subject: Subject) -> Iterator[Result | list[Result]]:
             with stage("looking for the first wrong tensor, and the smallest mesh that shows it"):
                 try:
                     detail = comparison.explained(name, on_mesh, found, wrong)
-                except Exception as error:  # what is wrong is told in any case
+                except Exception as error:  # the mismatch itself is still reported
                     detail = f"the search for the first wrong tensor failed: {error!r}"
             at = results.index(wrong[0])
             results[at] = dataclasses.replace(results[at], detail=detail)

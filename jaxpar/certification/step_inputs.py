@@ -14,7 +14,7 @@ from jaxpar.certification.layer_distances import probes_of
 from jaxpar.certification.replay import bits_of, compiled_with, devices_of
 from jaxpar.certification.traces import Arrays
 from jaxpar.config import Config, replace, value_of
-from jaxpar.config.fields import leaf_paths
+from jaxpar.config.fields import leaf_paths, optional_sections
 from jaxpar.config.layers import flat_values
 from jaxpar.config.lists.step_sizes import StepSize, config_of
 from jaxpar.config.serialize import value_text
@@ -32,17 +32,10 @@ KINDS = {
     "compute.attention_backend": "kernel",
     "compute.recurrent_backend": "kernel",
     "compute.attention_deterministic": "kernel",
-    "compute.dtype": "dtype",
-    "compute.matmul_dtype": "dtype",
     "compute.matmul_precision": "dtype",
-    "compute.logits_dtype": "dtype",
     "parallel.grad_reduce": "dtype",
-    "parallel.gather_dtype": "dtype",
     "parallel.replica_reduction": "dtype",
-    "optimizer.first_moment_dtype": "dtype",
-    "optimizer.second_moment_dtype": "dtype",
-    "optimizer.ema_dtype": "dtype",
-    "optimizer.muon_dtype": "dtype",
+    **{path: "dtype" for path in leaf_paths() if path.endswith("dtype")},
 }
 
 
@@ -207,7 +200,10 @@ def repeated(batch: Batch, cfg: Config, index: int, many: int) -> Batch:
 
 
 def differing_fields(a: Config, b: Config) -> Iterator[RunDifference]:
-    """Yield the fields that differ and that a step reads: those of the mesh together."""
+    """Yield the fields that differ and that a step reads.
+
+    Those of the mesh are one difference, and so is an optional section that only one config has.
+    """
     one, other = flat_values(to_values(a)), flat_values(to_values(b))
     paths = [p for p in dict.fromkeys([*one, *other]) if one.get(p) != other.get(p)]
     paths = [p for p in paths if not is_in(p, NO_STEP_READS)]
@@ -218,6 +214,14 @@ def differing_fields(a: Config, b: Config) -> Iterator[RunDifference]:
             for of in (one, other)
         ]
         yield RunDifference("mesh", "parallel", *told)
+    sections = [
+        s for s in optional_sections() if (value_of(a, s) is None) != (value_of(b, s) is None)
+    ]
+    for section in sections:
+        if inside := [p for p in paths if p == section or p.startswith(f"{section}.")]:
+            paths = [p for p in paths if p not in inside]
+            values = ("None" if value_of(of, section) is None else "set" for of in (a, b))
+            yield RunDifference("field", section, *values)
     known = set(leaf_paths())
     for path in paths:
         if path in KINDS or (path in known and path not in meshes):
@@ -246,9 +250,6 @@ def mixed(a: StepInputs, b: StepInputs, some: Sequence[RunDifference]) -> StepIn
                 keep = [p for p in KINDS if p.startswith("parallel.")]
                 kept = {p: value_of(cfg, p) for p in keep}
                 cfg = replace(dataclasses.replace(cfg, parallel=b.cfg.parallel), **kept)
-            case _ if one.name in leaf_paths():
-                cfg = replace(cfg, **{one.name: value_of(b.cfg, one.name)})
             case _:
-                section: Any = {one.name: getattr(b.cfg, one.name)}
-                cfg = dataclasses.replace(cfg, **section)
+                cfg = replace(cfg, **{one.name: value_of(b.cfg, one.name)})
     return StepInputs(cfg, flags, batch, state, max(a.max_segments, b.max_segments))

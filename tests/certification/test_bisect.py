@@ -19,6 +19,7 @@ from jaxpar.certification.options import BisectOptions
 from jaxpar.certification.step_inputs import RunDifference
 from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.fields import default_of, optional_sections, switch_of
 from jaxpar.data.skips import SkippedBatches, write_skipped
 from jaxpar.kernels.attention import api, reference
 from jaxpar.kernels.attention.capability import CAPABILITIES
@@ -178,6 +179,17 @@ def test_a_mesh(found, train):
     assert (cause.kind, cause.name) == ("mesh", "parallel")
     assert "data 1" in cause.a and "data 2" in cause.b
     assert result.step == 1 and result.microbatch == 0 and result.direction
+
+
+@pytest.mark.parametrize("section", [s for s in optional_sections() if s != "checkpoint.memory"])
+def test_a_section_of_one_config_is_one_difference(section):
+    switch = switch_of(section)
+    off, on = Config(), replace(Config(), **{switch: default_of(switch)})
+    for a, b in ((off, on), (on, off)):
+        (one,) = step_inputs.differing_fields(a, b)
+        assert (one.kind, one.name) == ("field", section)
+        inputs = [step_inputs.StepInputs(cfg, {}, 0, None, 0) for cfg in (a, b)]
+        assert step_inputs.mixed(*inputs, [one]).cfg == b
 
 
 def test_a_batch_of_one_microbatch():
