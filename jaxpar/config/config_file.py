@@ -6,11 +6,13 @@ The configs that come with jaxpar are in `configs/` of a checkout, or `jaxpar/co
 import contextlib
 import difflib
 import functools
+import importlib.machinery
 import importlib.util
 import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 from jaxpar.config import Config, ConfigError, replace
@@ -72,20 +74,33 @@ def import_file(name: str, path: Path | None = None) -> Any:
         return _module(path.resolve(), path.read_bytes())
 
 
+class _LoaderOfText(importlib.machinery.SourceFileLoader):
+    """Run the text that was read.
+
+    Python's own loader would take the bytecode of an earlier file that has the same size and was
+    written in the same second.
+    """
+
+    def __init__(self, name: str, path: str, text: bytes):
+        super().__init__(name, path)
+        self._text = text
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self._text, self.path)
+
+
 @functools.cache
 def _module(path: Path, text: bytes) -> Any:
     """Import a file. One that has not changed is imported once, so that its classes are the same.
 
-    Python's own import would take the bytecode of an earlier file that has the same size and was
-    written in the same second.
-
     Args:     path: absolute. text: that of the file.
     """
-    spec = importlib.util.spec_from_file_location(CONFIG_MODULE + path.stem, path)
+    loader = _LoaderOfText(CONFIG_MODULE + path.stem, str(path), text)
+    spec = importlib.util.spec_from_file_location(loader.name, path, loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look there
-    exec(compile(text, str(path), "exec"), vars(module))
+    loader.exec_module(module)
     return module
 
 
