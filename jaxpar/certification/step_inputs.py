@@ -225,8 +225,8 @@ def differing_fields(a: Config, b: Config) -> Iterator[RunDifference]:
     known = set(leaf_paths())
     for path in paths:
         if path in KINDS or (path in known and path not in meshes):
-            values = value_text(path, one.get(path)), value_text(path, other.get(path))
-            yield RunDifference(KINDS.get(path, "field"), path, *values)
+            texts = value_text(path, one.get(path)), value_text(path, other.get(path))
+            yield RunDifference(KINDS.get(path, "field"), path, *texts)
     if deeper := [p for p in paths if p not in known and p not in meshes]:
         told = [", ".join(f"{p} {of.get(p)}" for p in deeper) for of in (one, other)]
         yield RunDifference("field", deeper[0].split(".")[0], *told)
