@@ -195,6 +195,6 @@ def _adapted(cfg: Config) -> Config:
     lora = cfg.lora
     if lora is None:
         return cfg
-    sides = (least_side(cfg.model, target) for target in lora.targets.split(","))
+    sides = (least_side(cfg.model, target) for target in lora.targets)
     rank = min(lora.rank, *sides)
     return replace(cfg, **{"lora.rank": rank, "lora.alpha": lora.alpha * rank / lora.rank})

@@ -270,7 +270,7 @@ def form(item: Any) -> str:
     """Return how an item is written: PATH:WEIGHT, NAME:PATH[:SPLIT], STEP:[WEIGHT,...], {a,b}."""
     if not has_fields(item):
         names = [one for one in members(item) if isinstance(one, str)]
-        return f"{{{','.join(names)}}}" if names else "NUMBER"
+        return f"{{{','.join(names)}}}" if names else "NAME" if item is str else "NUMBER"
     text = ""
     for field in dataclasses.fields(item):
         name, hint = field.name.upper(), plain(hints_of(item)[field.name])

@@ -50,7 +50,7 @@ def with_adapters(specs: Tree, model: Model, lora: LoraConfig) -> Tree:
     specs = map_specs(lambda spec: dataclasses.replace(spec, trainable=False), specs)
     found = dict(specs)
     for stack, (layer, *_) in model.stacks.items():
-        names = adapted(layer, model, lora.targets.split(","))
+        names = adapted(layer, model, lora.targets)
         pairs = (_pair(name, specs[stack][name], lora.rank) for name in names)
         found[stack] = functools.reduce(operator.or_, pairs, specs[stack])
     return found

@@ -145,7 +145,7 @@ def write(
     records.write("manifest.json", json.dumps(manifest, indent=2) + "\n")
     cfg, size = run.cfg, num_adapter_params(run.cfg.model, run.cfg.lora)
     adapters = f"{size:,} parameters of adapters"
-    adapters += f", rank {cfg.lora.rank} on {cfg.lora.targets}" if cfg.lora else ""
+    adapters += f", rank {cfg.lora.rank} on {', '.join(cfg.lora.targets)}" if cfg.lora else ""
     hints = alignment_hints(cfg) if jax.default_backend() == "gpu" else []  # sizes slow on GPUs
     rows = [
         ("model", f"{num_params(cfg.model):,} parameters, {cfg.compute.dtype}"),

@@ -80,7 +80,7 @@ def test_adapters_leave_the_biases_of_routers_alone():
     cfg = load_config("quickstart_moe")
     router = "model.layers.feed_forward.router"
     fields = {f"{router}.balancing_bias": True, f"{router}.score": "sigmoid"}
-    fields |= {"lora.rank": 2, "lora.targets": "q_proj,o_proj", "train.balance_loss": 0.0}
+    fields |= {"lora.rank": 2, "lora.targets": ("q_proj", "o_proj"), "train.balance_loss": 0.0}
     meshes = verification_meshes.parse_meshes(["data=2"], cfg.parallel)
     small = small_config.shrink(small_config.float32(cfg), list(meshes.values()))
     small = replace(small, **fields, **{"model.num_layers": 1, "parallel": meshes["data=2"]})
@@ -342,7 +342,7 @@ def test_no_window_shrinks_to_a_token(window, small):
         (
             "data=2",
             {"model.layers.feed_forward.d_ff": 16}
-            | {"lora.rank": 8, "lora.targets": "q_proj,gate_proj"},
+            | {"lora.rank": 8, "lora.targets": ("q_proj", "gate_proj")},
         ),
     ],
 )

@@ -33,7 +33,7 @@ ACTIVATION, BIAS = f"{FF}.expert.activation", {f"{FF}.router.balancing_bias": Tr
 FIRST = [Layer("dense_layers", ATTENTION, GLU), *[Layer("layers", ATTENTION, EXPERTS)] * 2]
 DENSE = {"model.layers": FIRST}
 STAGES = DENSE | {"parallel.pipeline": 2, "parallel.num_microbatches": 2}
-LORA = {"lora.rank": 2, "lora.targets": "q_proj"}
+LORA = {"lora.rank": 2, "lora.targets": ("q_proj",)}
 NO_EXPERTS = {FF: GLU}
 RECORD = {"run.record_routing": (1, 3)}
 WIDE = Experts(expert=Glu(32), num_experts=4, experts_per_token=2)
@@ -85,9 +85,9 @@ CASES = [
         LORA | {"train.balance_loss": 0.1},
         "balance_loss = 0.1: is not supported with lora.rank = 2: the router is frozen",
     ),
-    (LORA | {"lora.targets": "up_proj"}, "'up_proj': must be .*; experts have no adapters"),
+    (LORA | {"lora.targets": ("up_proj",)}, "'up_proj': must be .*; experts have no adapters"),
     (
-        {f"{FF}.expert.bias": True} | LORA | {"lora.targets": "gate_proj"},
+        {f"{FF}.expert.bias": True} | LORA | {"lora.targets": ("gate_proj",)},
         "lora.targets = 'gate_proj': must be names from q_proj, .*; experts have no adapters",
     ),
     ({"parallel.expert": 0}, "parallel.expert = 0: must be at least 1"),
@@ -168,7 +168,10 @@ CASES = [
         RECORD | LORA,
         "routing = '1,3': is not supported with lora.rank = 2: the router",
     ),
-    ({"run.record_routing": "first"}, "= 'first': must be a list of numbers, separated by commas"),
+    (
+        {"run.record_routing": "first"},
+        "= 'first': must be a list of whole numbers",
+    ),
     ({"run.record_routing": (5, 0)}, r"record_routing\[1\] = 0: must be at least 1.*routing 5,1"),
     (RECORD | {"train.num_steps": 2}, "= '1,3': must name steps of.*routing 2, or.*steps 3"),
     (

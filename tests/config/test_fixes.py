@@ -50,8 +50,11 @@ SCALING = "model.layers.mixer.rope.scaling"
 
 CASES = {
     "adapters and modules": ("llama_1b_lora_chat", {"model.mtp_depth": 1}),
-    "adapters on experts": ("deepseek_v2_lite", {"lora.rank": 4, "lora.targets": "gate_proj"}),
-    "adapters on what is not there": ("kimi_k2", {"lora.rank": 4, "lora.targets": "x,down_proj"}),
+    "adapters on experts": ("deepseek_v2_lite", {"lora.rank": 4, "lora.targets": ("gate_proj",)}),
+    "adapters on what is not there": (
+        "kimi_k2",
+        {"lora.rank": 4, "lora.targets": ("x", "down_proj")},
+    ),
     "modules with a recurrence": ("", {"model.layers": [LAYER, DELTA], "model.mtp_depth": 1}),
     "no path": ("quickstart", {"data.path": ""}),
     "experts of Llama 4": (
@@ -125,7 +128,7 @@ def test_a_mixture_needs_no_path_beside_it():
 def test_advice_for_targets_is_not_refused_in_turn():
     """Advice that only names what may be adapted ends with one message."""
     for name in ("deepseek_v2_lite", "kimi_k2", "qwen3_next_80b_a3b"):
-        fields = {"lora.rank": 4, "lora.targets": "q_prj,gate_prj", "train.balance_loss": 0.0}
+        fields = {"lora.rank": 4, "lora.targets": ("q_prj", "gate_prj"), "train.balance_loss": 0.0}
         messages = follow(replace(load_config(name), **fields))
         assert len([message for message in messages if "lora.targets" in message]) == 1
 

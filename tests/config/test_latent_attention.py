@@ -60,7 +60,7 @@ def test_latents_are_sharded():
 
 @pytest.mark.parametrize("target", ["k_proj", "q_a_proj"])
 def test_adapters_of_other_attention(target):
-    cfg = replace(GOOD, **{"lora.rank": 4, "lora.targets": f"o_proj,{target}"})
+    cfg = replace(GOOD, **{"lora.rank": 4, "lora.targets": ("o_proj", target)})
     with pytest.raises(ConfigError, match="must be names from kv_a_proj_with_mqa, q_proj, kv_b"):
         check(cfg)
 

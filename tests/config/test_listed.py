@@ -1,9 +1,12 @@
 """Lists of a config: written and read by one grammar, saved as JSON, and refused item by item."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
+import jaxpar
 from jaxpar.config import (
     Config,
     ConfigError,
@@ -19,10 +22,10 @@ from jaxpar.config import (
 from jaxpar.config.command_line import parse_overrides
 from jaxpar.config.explain import options_in
 from jaxpar.config.fields import field_types
-from jaxpar.config.listed import item_of, read_value, written
+from jaxpar.config.listed import item_of, members, read_value, written
 from jaxpar.config.serialize import from_json, to_json, value_text
 from jaxpar.config.validate import check
-from tests.config.models import lists_of
+from tests.config.models import lists_of, setting
 
 LISTS = {path: item_of(hint) for path, hint in field_types().items() if item_of(hint) is not None}
 
@@ -30,10 +33,12 @@ LISTS = {path: item_of(hint) for path, hint in field_types().items() if item_of(
 @pytest.mark.parametrize("path", LISTS)
 def test_a_list_comes_back_from_a_command_line_and_from_json(path):
     for value in [(), *lists_of(LISTS[path])]:
-        cfg = replace(Config(), **{path: value})
+        needed = {p: v for p, v in setting(path, value).items() if p != path}
+        base = replace(Config(), **needed)
+        cfg = replace(base, **{path: value})
         assert read_value(written(value), field_types()[path]) == value
         assert from_json(to_json(cfg)) == cfg
-        assert parse_overrides(Config(), options_in(flag(path, value))) == cfg
+        assert parse_overrides(base, options_in(flag(path, value))) == cfg
         section, name = path.split(".")
         assert value_text(path, json.loads(to_json(cfg))[section][name]) == written(value)
 
@@ -61,6 +66,7 @@ SLICES = (
         ("train.z_loss_schedule", "0:1e-4,9:0", (LossWeight(0, 1e-4), LossWeight(9, 0))),
         ("parallel.layers_per_stage", "3, 1", (3, 1)),
         ("parallel.auto", "all", ("all",)),
+        ("lora.targets", "q_proj, o_proj", ("q_proj", "o_proj")),
         ("parallel.remat", "attn_out", "attn_out"),
         ("parallel.remat", "[attn_out]", ALONE),
         ("parallel.remat", "attn_out:host,qk", (RematValue("attn_out", "host"), RematValue("qk"))),
@@ -137,3 +143,11 @@ def test_a_saved_list_of_another_form_is_one_error(saved, said):
     with pytest.raises(ConfigError, match=said):
         check(from_json(json.dumps({"data": {"mixture": saved}})))
     assert value_text("data.mixture", saved)
+
+
+def test_no_field_is_a_text_that_is_split():
+    """A list is a tuple, whose items have types, ranges and errors."""
+    names = {path.split(".")[-1] for path, hint in field_types().items() if str in members(hint)}
+    splits = re.compile(rf"\.({'|'.join(names)})\.split\(")
+    files = Path(jaxpar.__file__).parent.rglob("*.py")
+    assert names and not [file for file in files if splits.search(file.read_text("utf8"))]

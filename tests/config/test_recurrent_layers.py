@@ -82,7 +82,7 @@ CASES = [
         "state_size = 16: must be 64 or 128",
     ),
     (
-        {"lora.rank": 5, "lora.targets": "q_proj,in_proj"},
+        {"lora.rank": 5, "lora.targets": ("q_proj", "in_proj")},
         "rank = 5: must be at most 4, the smaller dimension of in_proj",
     ),
     (

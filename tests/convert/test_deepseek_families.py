@@ -360,7 +360,7 @@ def test_modules_that_the_files_lack_are_not_imported(tmp_path):
 
 
 def test_adapters_of_latent_attention_have_the_shapes_of_peft():
-    targets = "q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj"
+    targets = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
     m = command_line.load_config("deepseek_v3").model
     cfg = replace(Config(model=m), **{"lora.rank": 4, "lora.targets": targets})
     family = family_of(PUBLISHED["deepseek_v3"])

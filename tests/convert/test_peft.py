@@ -177,7 +177,9 @@ def adapted_run(name: str, targets: str, folder: Path, devices):
     base = tiny.write_folder(folder / "model", tiny.MODELS[name])
     source = importing.open_source(base)
     places = {"run.dir": str(folder / "run"), "data.path": write_dataset(folder / "data")}
-    cfg = dataclasses.replace(source.config, lora=LoraConfig(rank=2, targets=targets))
+    cfg = dataclasses.replace(
+        source.config, lora=LoraConfig(rank=2, targets=tuple(targets.split(",")))
+    )
     cfg = resolve(replace(cfg, **places, **{"parallel.data": 1}), 1)
     mesh, rng = make_mesh(cfg.parallel, devices[:1]), np.random.default_rng(0)
     params = add_fresh(load_params(source, cfg, mesh, silent), cfg, mesh)
@@ -207,12 +209,14 @@ def test_adapters_of_a_recurrence_are_merged_and_have_no_peft_form(name, parts, 
 
 def test_a_name_that_peft_has_for_two_matrices_is_refused():
     model = model_of(tiny.MODELS["olmo_hybrid"], OLMO_HYBRID)
-    lora = LoraConfig(rank=2, targets="q_proj,o_proj")
+    lora = LoraConfig(rank=2, targets=("q_proj", "o_proj"))
     cfg = dataclasses.replace(Config(), model=model, lora=lora)
     said = r"targets = 'q_proj': is q_proj in olmo_hybrid, as is the matrix delta_layers/delta_q"
     with pytest.raises(ConfigError, match=said):
         peft_folder.adapter_entries(OLMO_HYBRID, cfg)
-    both = replace(cfg, **{"lora.targets": "q_proj,k_proj,v_proj,o_proj,in_proj,out_proj"})
+    both = replace(
+        cfg, **{"lora.targets": ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj")}
+    )
     assert len(peft_folder.adapter_entries(OLMO_HYBRID, both)) == 2 * (4 + 6 + 1)
 
 
@@ -276,10 +280,10 @@ def test_what_cannot_be_written(run, base, tmp_path):
 
 
 def test_adapters_of_parts_of_a_tensor_are_refused():
-    cfg = dataclasses.replace(Config(), lora=LoraConfig(rank=4, targets="o_proj,gate_proj"))
+    cfg = dataclasses.replace(Config(), lora=LoraConfig(rank=4, targets=("o_proj", "gate_proj")))
     with pytest.raises(ConfigError, match=r"lora\.targets = 'gate_proj': .*gate_up_proj in phi3"):
         peft_folder.adapter_entries(PHI3, cfg)
-    fitting = replace(cfg, **{"lora.targets": "o_proj,down_proj"})
+    fitting = replace(cfg, **{"lora.targets": ("o_proj", "down_proj")})
     assert len(peft_folder.adapter_entries(PHI3, fitting)) == 4
 
 

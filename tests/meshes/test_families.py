@@ -128,7 +128,7 @@ def test_gradients(name, mesh, devices):
 @pytest.mark.parametrize("name", ADAPTED)
 def test_gradients_of_adapters(name, devices):
     targets = targets_of(config_of(name).model)
-    cfg = replace(config_of(name), **{"lora.rank": 2, "lora.targets": ",".join(targets)})
+    cfg = replace(config_of(name), **{"lora.rank": 2, "lora.targets": tuple(targets)})
     compare(replace(cfg, **{"train.balance_loss": 0.0}), meshes_of(name)[0], devices)
 
 
@@ -148,7 +148,7 @@ def test_gradients_of_adapters(name, devices):
 )
 def test_gradients_of_adapters_in_some_stacks(name, targets, mesh, devices):
     """Also where a stack has none, and before the stages of a pipeline."""
-    cfg = replace(config_of(name), **{"lora.rank": 2, "lora.targets": targets})
+    cfg = replace(config_of(name), **{"lora.rank": 2, "lora.targets": tuple(targets.split(","))})
     compare(replace(cfg, **{"train.balance_loss": 0.0}), mesh, devices)
 
 

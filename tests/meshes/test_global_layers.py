@@ -47,7 +47,10 @@ CASES = [
     slow("pipeline=2,num_microbatches=4,data=2,zero=2,layer_loop=unroll", DEEPER | ALIKE),
     slow("data=2,remat=full,layer_loop=unroll", {"model.norm.offset": True} | DEEPER),
     slow("expert=2,tensor=2", {"model.*.feed_forward": EXPERTS, "train.balance_loss": 1e-2}),
-    slow("data=2,tensor=2", {"lora.rank": 2, "lora.targets": "q_proj,k_proj,v_proj,down_proj"}),
+    slow(
+        "data=2,tensor=2",
+        {"lora.rank": 2, "lora.targets": ("q_proj", "k_proj", "v_proj", "down_proj")},
+    ),
     # A number of each layer, and norms of values, where all layers are alike.
     slow(
         "pipeline=2,num_microbatches=4,schedule=zero_bubble,zero=1,layer_loop=unroll",

@@ -62,7 +62,10 @@ CASES = [
     slow("data=2,tensor=2", RELU),
     slow("data=2,tensor=2", HYBRID | {"parallel.layer_loop": "unroll"}),
     slow("data=2,num_microbatches=2,zero=2", RELU | {f"{FEED_FORWARD}.activation": "silu"}),
-    slow("data=2,tensor=2", GPT3 | {"lora.rank": 2, "lora.targets": "q_proj,up_proj,down_proj"}),
+    slow(
+        "data=2,tensor=2",
+        GPT3 | {"lora.rank": 2, "lora.targets": ("q_proj", "up_proj", "down_proj")},
+    ),
     slow("data=2", NEOX | {"parallel.remat": "none", "parallel.layer_loop": "unroll"}),
 ]
 

@@ -77,7 +77,10 @@ HYBRID = {
     "model.layers": [Layer("delta_layers", DELTA, GLU), Layer("layers", LATENT, GLU)],
 }
 WINDOW = {"model.layers.mixer.window": 5}
-LORA = {"lora.rank": 2, "lora.targets": "q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj"}
+LORA = {
+    "lora.rank": 2,
+    "lora.targets": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+}
 
 CASES = [
     ("data=2,sequence=2,tensor=2,context=ring", {}),
@@ -101,7 +104,7 @@ CASES = [
     slow("data=2,tensor=2", LORA),
     slow(
         "data=2,tensor=2,layer_loop=unroll",
-        LORA | NO_QUERY_LATENT | {"lora.targets": "q_proj,kv_b_proj"},
+        LORA | NO_QUERY_LATENT | {"lora.targets": ("q_proj", "kv_b_proj")},
     ),
     slow("data=2,tensor=2,layer_loop=unroll", HYBRID),
     slow("data=2,tensor=2", WINDOW | {"model.layers.norms": "around"}),

@@ -57,7 +57,7 @@ QUICK_MESHES = [MESHES[12]]
 
 VARIANTS = {
     "attention, rank stabilized": (
-        {"lora.targets": "k_proj,o_proj", "lora.rank_stabilized": True},
+        {"lora.targets": ("k_proj", "o_proj"), "lora.rank_stabilized": True},
         "pipeline=2,num_microbatches=2",
     ),
     "tied embeddings, biases, some targets": (
@@ -65,7 +65,7 @@ VARIANTS = {
             "model.tie_embeddings": True,
             "model.layers.mixer.bias": True,
             "model.layers.feed_forward.bias": True,
-            "lora.targets": "q_proj,down_proj",
+            "lora.targets": ("q_proj", "down_proj"),
         },
         "data=2,tensor=2",
     ),
@@ -77,7 +77,7 @@ VARIANTS = {
                 experts_per_token=2,
                 router=Router(linear_bias=True),
             ),
-            "lora.targets": "q_proj,k_proj,v_proj,o_proj",
+            "lora.targets": ("q_proj", "k_proj", "v_proj", "o_proj"),
         },
         "expert=2,data=2,tensor=2,layer_loop=unroll",
     ),
@@ -96,7 +96,7 @@ MORE_LAYERS = LAYERS | {
     "plain": [Layer("block", ATTENTION, Plain(width=12))] * 2,
 }
 COMPOSED = {name: {"model": config(*layers).model} for name, layers in MORE_LAYERS.items()}
-OF_ATTENTION, OF_ONE = ({"lora.targets": names} for names in ("q_proj,o_proj", "gate_proj"))
+OF_ATTENTION, OF_ONE = ({"lora.targets": names} for names in (("q_proj", "o_proj"), ("gate_proj",)))
 
 #: Composed models: adapters in some stacks, or in a component of a user.
 OF_COMPONENTS = [
@@ -107,7 +107,10 @@ OF_COMPONENTS = [
     slow("data=2,num_microbatches=2,zero=1,layer_loop=scan", COMPOSED["mean"] | OF_ATTENTION),
     slow("pipeline=2,data=2,num_microbatches=2", COMPOSED["mean"] | OF_ATTENTION),
     slow("expert=2,tensor=2", COMPOSED["experts"]),
-    slow("data=2,tensor=2", COMPOSED["products"] | {"lora.targets": "sine_down,sine_up,v_proj"}),
+    slow(
+        "data=2,tensor=2",
+        COMPOSED["products"] | {"lora.targets": ("sine_down", "sine_up", "v_proj")},
+    ),
 ]
 
 
@@ -319,21 +322,25 @@ def test_offloaded_moments(devices):
         ),
         ({"lora.alpha": 0.0}, r"lora\.alpha = 0.0: must be above 0"),
         ({"lora.alpha": math.nan}, r"lora\.alpha = nan: must be finite"),
-        ({"lora.targets": "q_prj"}, r"must be names from q_proj, .*--lora.targets q_proj\."),
-        ({"lora.targets": ""}, r"lora\.targets = '': must be names"),
-        ({"lora.targets": "q_proj,lm_head"}, r"must be names from q_proj, "),
-        ({"lora.targets": "q_proj,q_proj"}, r"must name each projection once.*targets q_proj\."),
+        ({"lora.targets": ("q_prj",)}, r"must be names from q_proj, .*--lora.targets q_proj\."),
+        ({"lora.targets": "q_proj,v_proj"}, r"must be a list of names, .*targets q_proj,v_proj\."),
+        ({"lora.targets": ()}, r"lora\.targets = '': must be names"),
+        ({"lora.targets": ("q_proj", "lm_head")}, r"must be names from q_proj, "),
+        (
+            {"lora.targets": ("q_proj", "q_proj")},
+            r"must name each projection once.*targets q_proj\.",
+        ),
         (
             {"model.layers.feed_forward": EXPERTS},
             r"must be names from q_proj, k_.*; experts have no adapters.*targets q_proj,k_proj,v_",
         ),
         (
-            COMPOSED["mean"] | {"lora.targets": "q_prj,mean_v"},
-            r"must be names from q_proj, .*, down_proj, separated by commas.*targets q_proj\.",
+            COMPOSED["mean"] | {"lora.targets": ("q_prj", "mean_v")},
+            r"must be names from q_proj, .*, down_proj.*targets q_proj\.",
         ),
         (COMPOSED["bare"], r"lora\.rank = 3: needs a weight that declares an adapter.*--lora None"),
         (
-            COMPOSED["plain"] | {"lora.targets": "sine_up"},
+            COMPOSED["plain"] | {"lora.targets": ("sine_up",)},
             r"model\.block\.feed_forward: sine_up = 'adapter sine_up': needs a component .*Plain",
         ),
     ],
@@ -346,7 +353,7 @@ def test_bad_adapters_are_refused(fields, message):
 def test_every_target_is_a_parameter():
     specs = flat(param_specs(BASE.model, BASE.lora))
     model = BASE.model
-    assert list(targets_of(model)) == BASE.lora.targets.split(",")
+    assert list(targets_of(model)) == list(BASE.lora.targets)
     for target in targets_of(model):
         (name,) = adapted(model.layers[0], model, [target])
         pair = [specs[f"layers/{name}{end}"] for end in (lora.A, lora.B)]

@@ -177,7 +177,7 @@ MODELS: dict[str, dict] = {
     "latent, lora": axes(data=8)
     | LATENT
     | LORA
-    | {"lora.targets": "q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj"},
+    | {"lora.targets": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")},
     "deepseek, mtp": axes(data=2, expert=2, tensor=2) | DEEPSEEK | MTP,
     "delta rule": axes(data=8) | DELTA_NET,
     "delta rule, meshes": axes(data=2, tensor=2, sequence=2) | DELTA_NET,

@@ -156,7 +156,7 @@ CPU: dict[str, dict] = {
     # adapters
     "lora": axes(data=8) | LORA,
     "lora, tensor, zero 1": axes(data=2, tensor=4, zero=1, num_microbatches=2) | LORA,
-    "lora, some": axes(data=8) | LORA | {"lora.targets": "q_proj,down_proj"},
+    "lora, some": axes(data=8) | LORA | {"lora.targets": ("q_proj", "down_proj")},
     # experts
     "experts": axes(data=8) | EXPERTS,
     "experts, tensor": axes(data=4, tensor=2) | EXPERTS,

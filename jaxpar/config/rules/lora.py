@@ -1,6 +1,7 @@
 """Rules about low-rank adapters and their targets."""
 
 import difflib
+from collections.abc import Sequence
 
 from jaxpar.components.experts import experts_in
 from jaxpar.components.model import Model
@@ -15,7 +16,7 @@ def lora(cfg: Config) -> None:
     if cfg.lora is None:
         return
     rank, path = cfg.lora.rank, "lora.rank"
-    model, names = cfg.model, cfg.lora.targets.split(",")
+    model, names = cfg.model, cfg.lora.targets
     _declarations(cfg, model, names)
     _targets(cfg, model, names)
     smaller = {name: least_side(model, name) for name in names}
@@ -24,7 +25,7 @@ def lora(cfg: Config) -> None:
     require(rank <= smaller[least], cfg, path, rule, flag(path, min(16, smaller[least])))
 
 
-def _declarations(cfg: Config, model: Model, names: list[str]) -> None:
+def _declarations(cfg: Config, model: Model, names: Sequence[str]) -> None:
     """Check that the weights that declare one of the targets can have adapters."""
     for layer in dict.fromkeys(model.layers):
         for role in ("mixer", "feed_forward"):
@@ -42,15 +43,14 @@ def _declarations(cfg: Config, model: Model, names: list[str]) -> None:
                     raise ConfigError(path, value, "needs a matrix that all tokens multiply", fix)
 
 
-def _targets(cfg: Config, model: Model, names: list[str]) -> None:
+def _targets(cfg: Config, model: Model, names: Sequence[str]) -> None:
     path, there = "lora.targets", list(targets_of(model))
     rule, rank = "needs a weight that declares an adapter, and no layer has one", "lora.rank"
     require(bool(there), cfg, rank, rule, OFF)
-    plain = [name.strip() for name in names]
-    near = [m for n in plain for m in difflib.get_close_matches(n, there, n=1, cutoff=0.4)]
-    rule = f"must be names from {', '.join(there)}, separated by commas"
+    near = [m for n in names for m in difflib.get_close_matches(n, there, n=1, cutoff=0.4)]
+    rule = f"must be names from {', '.join(there)}"
     rule += "; experts have no adapters" if experts_in(model) else ""
-    fits = flag(path, ",".join(dict.fromkeys(near)) or there[0])
-    require(set(names) <= set(there), cfg, path, rule, fits)
-    rule, once = "must name each projection once", ",".join(dict.fromkeys(names))
+    fits = flag(path, tuple(dict.fromkeys(near)) or there[:1])
+    require(bool(names) and set(names) <= set(there), cfg, path, rule, fits)
+    rule, once = "must name each projection once", tuple(dict.fromkeys(names))
     require(len(set(names)) == len(names), cfg, path, rule, flag(path, once))

@@ -104,6 +104,7 @@ def _unread(value: Any, hint: Any) -> str:
 
 
 _KINDS = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
+_PLURALS = {int: "whole numbers", float: "numbers", str: "names"}
 
 
 def describe(hint: Any) -> str:
@@ -124,7 +125,8 @@ def describe(hint: Any) -> str:
     if typing.get_origin(hint) is tuple:
         item = typing.get_args(hint)[0]
         names = ", ".join(one for one in members(item) if isinstance(one, str))
-        what = f"names from {names}" if names else form(item) if has_fields(item) else "numbers"
+        what = form(item) if has_fields(item) else _PLURALS.get(item, "numbers")
+        what = f"names from {names}" if names else what
         return f"a list of {what}, separated by commas"
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         return " or ".join(describe(h) for h in typing.get_args(hint))

@@ -77,8 +77,11 @@ class LoraConfig:
     """Adapter outputs are multiplied by alpha / rank."""
     rank_stabilized: bool = False
     """Multiply them by alpha / sqrt(rank) instead (rsLoRA)."""
-    targets: str = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
-    """Projections with adapters, separated by commas."""
+    targets: tuple[str, ...] = (
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    )
+    """Names of the projections with adapters."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -94,7 +94,7 @@ def _targeted(family: Family, cfg: Config) -> list[tuple[str, Entry]]:
     table = entry_table(family, cfg.model)
     return [
         (target, entry)
-        for target in present(cfg.lora).targets.split(",")
+        for target in present(cfg.lora).targets
         for entry in table
         if _declared(entry, cfg).adapter == target
     ]

@@ -99,7 +99,7 @@ def lora_of(values: Values, m: Model) -> LoraConfig:
         rank=int(rank or 0),
         alpha=float(alpha or 0),
         rank_stabilized=bool(values.get("use_rslora")),
-        targets=",".join(name for name in there if name in targets),
+        targets=tuple(name for name in there if name in targets),
     )
 
 
