@@ -8,7 +8,7 @@ Exit codes: 0 planned, 2 invalid input or no layout fits.
 """
 
 from jaxpar import commands
-from jaxpar.planning import options as forms
+from jaxpar.tools.planning import options as forms
 
 OPTIONS = {
     "": forms.PlanOptions,
@@ -19,7 +19,7 @@ OPTIONS = {
 
 def main(options: forms.Options) -> int:
     """Answer, and return the exit code."""
-    from jaxpar.planning.command import plan
+    from jaxpar.tools.planning.command import plan
 
     return plan(options, commands.model_from)
 

@@ -66,7 +66,7 @@ LONGEST = (
     "meshes/test_lora.py",
     "kernels/test_recurrence.py",
     "model/test_recurrent.py",
-    "planning/test_plan.py",
+    "tools/planning/test_plan.py",
     "training/test_evaluation.py",
     "stores/test_hosts.py",
     "parallel/test_collectives.py",

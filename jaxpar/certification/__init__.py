@@ -17,7 +17,7 @@ MAY_IMPORT = (
     "data",
     "checkpoint",
     "convert",
-    "planning",
+    "prediction",
     "monitoring",
     "training",
 )

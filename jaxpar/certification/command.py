@@ -36,7 +36,7 @@ from jaxpar.monitoring.certificate import (
     to_values,
 )
 from jaxpar.objectives.losses import Loss
-from jaxpar.planning.startup import check_host
+from jaxpar.prediction.startup import check_host
 from jaxpar.runtime import exit_codes, tables
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.files.outputs import check_file, write_json

@@ -18,7 +18,7 @@ from jaxpar.certification.meshes import MOST_DEVICES
 from jaxpar.certification.results import Result, Subject
 from jaxpar.config import Config, default_of
 from jaxpar.config.layout.fields import FIELDS
-from jaxpar.planning.layouts import legal_layouts, with_parallel
+from jaxpar.prediction.layouts import legal_layouts, with_parallel
 from jaxpar.runtime.stages import stage
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import abstract_state, state_shardings

@@ -30,7 +30,7 @@ from jaxpar.monitoring.gpus import GpuReader
 from jaxpar.monitoring.metric_names import TableWriter
 from jaxpar.monitoring.routing import LoadsWriter, RoutingWriter
 from jaxpar.monitoring.sinks import Sinks
-from jaxpar.planning.startup import Forecast
+from jaxpar.prediction.startup import Forecast
 from jaxpar.runtime import exit_codes, terminal
 from jaxpar.runtime.files.append import Lines
 from jaxpar.runtime.gpus.peaks import peak_flops

@@ -16,7 +16,7 @@ MAY_IMPORT = (
     "checkpoint",
     "memory_checkpoint",
     "convert",
-    "planning",
+    "prediction",
     "monitoring",
     "stores",
 )

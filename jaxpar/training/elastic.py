@@ -22,13 +22,13 @@ from jaxpar.config.lists.step_sizes import BATCHES, schedule_of
 from jaxpar.config.resolve import fill_data_axis
 from jaxpar.config.serialize import field_from_values
 from jaxpar.config.values import to_values
-from jaxpar.planning.predict.hardware import GIB, H200, NETWORKS, Gpu, HardwareFigure, gpu_of_kind
+from jaxpar.prediction.hardware import GIB, H200, NETWORKS, Gpu, HardwareFigure, gpu_of_kind
 from jaxpar.runtime.host_memory import host_memory
 from jaxpar.runtime.processes import peers
 
 if TYPE_CHECKING:
-    from jaxpar.planning.predict.communication import Cluster
-    from jaxpar.planning.ranking import Layout
+    from jaxpar.prediction.communication import Cluster
+    from jaxpar.prediction.ranking import Layout
 
 #: The field that adapts to the number of devices when a run resumes.
 MICROBATCHES = "parallel.num_microbatches"
@@ -51,7 +51,7 @@ def choose_layout(cfg: Config, seconds: float) -> Config:
     """
     if not cfg.parallel.auto:
         return cfg
-    from jaxpar.planning.layouts import with_parallel
+    from jaxpar.prediction.layouts import with_parallel
 
     jax.devices()  # JAX starts in all processes together, or not at all
 
@@ -63,8 +63,8 @@ def choose_layout(cfg: Config, seconds: float) -> Config:
 
 def _best(cfg: Config) -> dict[str, Any]:
     """Return the fields of the fastest layout that fits these devices, and the reason in words."""
-    from jaxpar.planning.predict.communication import Cluster
-    from jaxpar.planning.ranking import make_plan, nothing_fits
+    from jaxpar.prediction.communication import Cluster
+    from jaxpar.prediction.ranking import make_plan, nothing_fits
 
     here = Cluster(gpu_here(), NETWORKS["ib400"], jax.device_count(), jax.local_device_count())
     fixed = fixed_layout_fields(cfg)
@@ -83,7 +83,7 @@ def _reason(
     first: "Layout", fitting: "list[Layout]", here: "Cluster", fixed: dict[str, Any]
 ) -> str:
     """Describe the choice: the devices, how many layouts fit, the lead over the next mesh."""
-    from jaxpar.planning.layouts import describe
+    from jaxpar.prediction.layouts import describe
 
     p = first.cfg.parallel
     words = describe(first.cfg).replace("one GPU", "one device")
@@ -135,7 +135,7 @@ def same_rows(cfg: Config, saved: Saved | None, num_devices: int) -> Config:
         return cfg  # `checkpoint.check_resumable` refuses another global batch
     if cfg.train.micro_batch_size or cfg.parallel.num_microbatches != asked_before(saved):
         return cfg
-    from jaxpar.planning.layouts import divisors, with_parallel
+    from jaxpar.prediction.layouts import divisors, with_parallel
 
     then, now = saved.config["parallel"], vars(fill_data_axis(cfg, num_devices).parallel)
     shared = math.gcd(*(size for _, size in schedule_of(cfg, BATCHES)))

@@ -12,7 +12,7 @@ from jaxpar.config.config_file import load_config
 from jaxpar.config.validate import resolve
 from jaxpar.data.formats.meta import META_FILE, read_meta
 from jaxpar.monitoring.goodput import process_age
-from jaxpar.planning.startup import check_fits
+from jaxpar.prediction.startup import check_fits
 from jaxpar.runtime.files import json_lines
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.units import duration

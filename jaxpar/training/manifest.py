@@ -22,7 +22,7 @@ from jaxpar.model.mup import in_words as in_words_of_mup
 from jaxpar.monitoring.certificate import CERTIFICATE_FILE, conditions_of, to_values
 from jaxpar.monitoring.routing import file_of
 from jaxpar.optimizer.schedules import shortened
-from jaxpar.planning.startup import alignment_hints
+from jaxpar.prediction.startup import alignment_hints
 from jaxpar.runtime import provenance, watchdog
 from jaxpar.runtime.files import append, atomic
 from jaxpar.runtime.files.lock import RunLock, RunLocked
@@ -125,7 +125,7 @@ def write(
 
         diloco = in_words_of_diloco(run.cfg)
     if run.cfg.parallel.replica > 1 and not run.cfg.diloco:
-        from jaxpar.planning.predict.communication import in_words_of_sums, sent_over_replicas
+        from jaxpar.prediction.communication import in_words_of_sums, sent_over_replicas
 
         replicas = in_words_of_sums(run.cfg)
         manifest["bytes_sent_over_replica"] = sent_over_replicas(run.cfg)

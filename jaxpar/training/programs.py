@@ -28,7 +28,7 @@ from jaxpar.config.lists.step_sizes import in_words
 from jaxpar.execution.decisions import execution_of
 from jaxpar.monitoring.sinks import import_packages
 from jaxpar.optimizer.schedules import learning_rate, on_host
-from jaxpar.planning.startup import Forecast, forecast_here
+from jaxpar.prediction.startup import Forecast, forecast_here
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.stages import stage

@@ -27,7 +27,7 @@ from jaxpar.monitoring.goodput import StartUp
 from jaxpar.monitoring.recent_steps import last_recorded
 from jaxpar.monitoring.sinks import require_packages
 from jaxpar.parallel.context import order_of
-from jaxpar.planning.startup import check_fits
+from jaxpar.prediction.startup import check_fits
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.stages import stage

@@ -1,6 +1,6 @@
 """Compares predictions with measured runs: dense models on H200s, experts on H100s and H200s.
 
-`calibration.json` has the runs with their command lines. No constant of `planning/predict/rates.py`
+`calibration.json` has the runs with their command lines. No constant of `prediction/rates.py`
 is fitted to a single run. The file also has XLA's memory analysis of compiled steps.
 """
 
@@ -12,9 +12,9 @@ from typing import Literal
 
 from jaxpar.config import Config
 from jaxpar.config.validate import resolve
-from jaxpar.planning.predict.communication import Cluster
-from jaxpar.planning.predict.hardware import GIB, GPUS, H200, NETWORKS, Gpu
-from jaxpar.planning.ranking import Layout, predict
+from jaxpar.prediction.communication import Cluster
+from jaxpar.prediction.hardware import GIB, GPUS, H200, NETWORKS, Gpu
+from jaxpar.prediction.ranking import Layout, predict
 
 #: The lists of runs in the file.
 type Runs = Literal["rows", "experts"]

@@ -18,10 +18,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from benchmark_table import CARDS, mesh_of  # noqa: E402
 
 from jaxpar.commands import read  # noqa: E402
-from jaxpar.planning.command import asked_for  # noqa: E402
-from jaxpar.planning.layouts import describe  # noqa: E402
-from jaxpar.planning.predict.hardware import GIB  # noqa: E402
-from jaxpar.planning.ranking import Layout, make_plan  # noqa: E402
+from jaxpar.prediction.hardware import GIB  # noqa: E402
+from jaxpar.prediction.layouts import describe  # noqa: E402
+from jaxpar.prediction.ranking import Layout, make_plan  # noqa: E402
+from jaxpar.tools.planning.command import asked_for  # noqa: E402
 
 PAGE = ROOT / "docs" / "choosing_a_layout.md"
 

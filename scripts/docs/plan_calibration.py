@@ -23,11 +23,11 @@ from calibration import Compared, compare, compare_compiled, conditions  # noqa:
 from jaxpar.config import Config  # noqa: E402
 from jaxpar.config.command_line import read_config  # noqa: E402
 from jaxpar.config.validate import resolve  # noqa: E402
-from jaxpar.planning.predict.communication import Cluster  # noqa: E402
-from jaxpar.planning.predict.hardware import GIB, GPUS, NETWORKS  # noqa: E402
-from jaxpar.planning.questions import cost_of  # noqa: E402
-from jaxpar.planning.ranking import predict  # noqa: E402
+from jaxpar.prediction.communication import Cluster  # noqa: E402
+from jaxpar.prediction.hardware import GIB, GPUS, NETWORKS  # noqa: E402
+from jaxpar.prediction.ranking import predict  # noqa: E402
 from jaxpar.runtime.units import duration  # noqa: E402
+from jaxpar.tools.planning.questions import cost_of  # noqa: E402
 
 
 @functools.cache

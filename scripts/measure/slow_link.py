@@ -48,7 +48,7 @@ from jaxpar.config.validate import resolve
 from jaxpar.data.loader import Loader
 from jaxpar.kernels import take_largest
 from jaxpar.parallel.replicas import top_k
-from jaxpar.planning.predict.communication import sent_over_replicas
+from jaxpar.prediction.communication import sent_over_replicas
 from jaxpar.runtime import provenance
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.program import run_program

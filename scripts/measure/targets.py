@@ -42,9 +42,9 @@ import jax  # noqa: E402
 from jaxpar.config import ConfigError  # noqa: E402
 from jaxpar.config.command_line import read_config  # noqa: E402
 from jaxpar.config.validate import resolve  # noqa: E402
-from jaxpar.planning.predict.communication import Cluster  # noqa: E402
-from jaxpar.planning.predict.hardware import GIB, H200, NETWORKS  # noqa: E402
-from jaxpar.planning.ranking import Layout, predict  # noqa: E402
+from jaxpar.prediction.communication import Cluster  # noqa: E402
+from jaxpar.prediction.hardware import GIB, H200, NETWORKS  # noqa: E402
+from jaxpar.prediction.ranking import Layout, predict  # noqa: E402
 from jaxpar.runtime.exit_codes import EXIT_INTERRUPTED  # noqa: E402
 from jaxpar.runtime.files.outputs import check_folder  # noqa: E402
 from jaxpar.runtime.gpus import nvml  # noqa: E402

@@ -19,12 +19,12 @@ from jaxpar.extend import (
     vector,
 )
 from jaxpar.model import flops
-from jaxpar.planning.predict.communication import Cluster
-from jaxpar.planning.predict.hardware import NETWORKS, gpu_named
-from jaxpar.planning.predict.layer_kinds import layer_kinds
-from jaxpar.planning.predict.memory import bytes_of_names, memory_of
-from jaxpar.planning.predict.shard import shard_of, state_bytes
-from jaxpar.planning.ranking import make_plan
+from jaxpar.prediction.communication import Cluster
+from jaxpar.prediction.hardware import NETWORKS, gpu_named
+from jaxpar.prediction.layer_kinds import layer_kinds
+from jaxpar.prediction.memory import bytes_of_names, memory_of
+from jaxpar.prediction.ranking import make_plan
+from jaxpar.prediction.shard import shard_of, state_bytes
 
 D, VOCAB, H, K, F = 128, 1048, 4, 24, 384
 CLUSTER = Cluster(gpu_named("h100"), NETWORKS["ib400"], 4, 8)

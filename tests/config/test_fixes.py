@@ -19,7 +19,7 @@ from jaxpar.config.fields import field_types, leaf_paths
 from jaxpar.config.layers import BESIDE, addressed, all_paths, type_at
 from jaxpar.config.listed import item_of, members, written
 from jaxpar.config.validate import check, resolve
-from jaxpar.planning.predict.hardware import gpu_named
+from jaxpar.prediction.hardware import gpu_named
 from tests.config.models import BASE, DELTA, EXPERTS, LAYER, OF_EXPERTS, lists_of, setting
 
 #: Most fixes to follow. Fields that a feature alone reads are refused one by one.

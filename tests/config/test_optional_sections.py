@@ -14,7 +14,7 @@ from jaxpar.config.explain import fixes_of, options_in
 from jaxpar.config.fields import is_required, leaf_paths, optional_sections, switch_of
 from jaxpar.config.serialize import from_json, to_json
 from jaxpar.config.values import to_values
-from jaxpar.planning.fields import changes
+from jaxpar.tools.planning.fields import changes
 from jaxpar.tools.sweeps.grid import points_of
 from tests.config.models import BASE, setting
 

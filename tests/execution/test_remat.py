@@ -26,7 +26,7 @@ from jaxpar.config.remat_policies import (
 from jaxpar.config.validate import resolve
 from jaxpar.execution.decisions import execution_of
 from jaxpar.execution.remat import named
-from jaxpar.planning.predict.memory import saved_per_token
+from jaxpar.prediction.memory import saved_per_token
 from jaxpar.sharding.axes import BATCH_SPEC
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import make_mesh, shardings

@@ -13,8 +13,8 @@ from jaxpar.certification.meshes import parse_meshes
 from jaxpar.config import ConfigError, RematSlice, RematValue, replace
 from jaxpar.config.validate import check, resolve
 from jaxpar.parallel.expert import rows
-from jaxpar.planning.predict import experts
-from jaxpar.planning.predict.memory import saved_per_token
+from jaxpar.prediction import experts
+from jaxpar.prediction.memory import saved_per_token
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.step.state import init_state
 from jaxpar.step.train_step import make_gradient_step

@@ -12,8 +12,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxpar.kernels import take_largest as module
 from jaxpar.kernels.platform import Platform, compiling_for
 from jaxpar.kernels.take_largest import by_kernel, by_xla, take_largest
-from jaxpar.planning.compiling import has_plugin, target_config
-from jaxpar.planning.predict.hardware import GPUS
+from jaxpar.prediction.hardware import GPUS
+from jaxpar.tools.planning.compiling import has_plugin, target_config
 from tests.kernels.test_triton_lowering import GPU, TARGET, lowered, on
 from tests.slow import slow
 

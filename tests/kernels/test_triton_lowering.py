@@ -18,8 +18,8 @@ from jaxpar.kernels.attention import attention
 from jaxpar.kernels.attention.triton import api as triton
 from jaxpar.kernels.attention.triton.blocks import default_backward, default_forward
 from jaxpar.kernels.platform import Platform, compiling_for
-from jaxpar.planning.compiling import has_plugin, target_config
-from jaxpar.planning.predict.hardware import GPUS
+from jaxpar.prediction.hardware import GPUS
+from jaxpar.tools.planning.compiling import has_plugin, target_config
 from tests.kernels.test_hopper_lowering import MASKS, NAMES, shapes_of
 from tests.slow import slow_but
 

@@ -18,10 +18,10 @@ from jaxpar.config import ConfigError
 from jaxpar.config.metrics import METRICS, Metric
 from jaxpar.config.remat_policies import EXPERT_NAMES, REMAT_NAMES, REMAT_POLICIES
 from jaxpar.objectives import objective
-from jaxpar.planning.command import asked_for
-from jaxpar.planning.options import PlanOptions
 from jaxpar.runtime.processes.launch_options import LaunchRun
 from jaxpar.step.features import FEATURES
+from jaxpar.tools.planning.command import asked_for
+from jaxpar.tools.planning.options import PlanOptions
 from jaxpar.tools.sweeps.command import read_sweep
 from jaxpar.tools.sweeps.options import SweepOptions
 from jaxpar.train import TrainOptions

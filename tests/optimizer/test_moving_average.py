@@ -11,7 +11,7 @@ from jaxpar.certification import traces
 from jaxpar.config import ConfigError, replace
 from jaxpar.config.validate import check, resolve
 from jaxpar.model.parameters import trainable_specs
-from jaxpar.planning.predict.shard import moment_bytes, state_bytes
+from jaxpar.prediction.shard import moment_bytes, state_bytes
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.sharding.params import count, partition_specs
 from jaxpar.step.features import moving_average

@@ -12,7 +12,7 @@ from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
 from jaxpar.model import transformer
 from jaxpar.parallel.pipeline import slots
-from jaxpar.planning.predict.memory import memory_of
+from jaxpar.prediction.memory import memory_of
 from jaxpar.sharding.axes import BATCH_SPEC, PIPELINE
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import make_mesh, shardings

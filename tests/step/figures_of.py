@@ -23,11 +23,11 @@ from jaxpar.model import flops, fused_weights, lora
 from jaxpar.model.chunks import layers_of_chunk
 from jaxpar.model.decode import cache_bytes
 from jaxpar.model.parameters import param_specs, specs_of
-from jaxpar.planning.predict.communication import Cluster
-from jaxpar.planning.predict.hardware import NETWORKS, gpu_named
-from jaxpar.planning.predict.layer_kinds import layer_kinds
-from jaxpar.planning.predict.memory import bytes_of_names
-from jaxpar.planning.ranking import predict
+from jaxpar.prediction.communication import Cluster
+from jaxpar.prediction.hardware import NETWORKS, gpu_named
+from jaxpar.prediction.layer_kinds import layer_kinds
+from jaxpar.prediction.memory import bytes_of_names
+from jaxpar.prediction.ranking import predict
 from jaxpar.sharding.axes import AXES, axes_of
 from jaxpar.sharding.fingerprint import named_leaves, text
 from jaxpar.sharding.mesh import axis_sizes

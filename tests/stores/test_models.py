@@ -13,7 +13,7 @@ from jaxpar.config.serialize import to_json
 from jaxpar.convert.hf.importing import open_source
 from jaxpar.convert.peft.exporting import base_of
 from jaxpar.convert.shape import model_from
-from jaxpar.planning.predict.teacher import check_teacher, teacher_of
+from jaxpar.prediction.teacher import check_teacher, teacher_of
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.stores import folders, reading

@@ -17,6 +17,6 @@ MAY_IMPORT = (
     "kernels",
     "execution",
     "parallel",
-    "planning",
+    "prediction",
     "monitoring",
 )

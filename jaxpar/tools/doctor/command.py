@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxpar.config import replace
-from jaxpar.planning.predict.hardware import gpu_of_kind
+from jaxpar.prediction.hardware import gpu_of_kind
 from jaxpar.runtime import exit_codes, provenance, terminal
 from jaxpar.runtime import start as runtime
 from jaxpar.runtime.files import atomic

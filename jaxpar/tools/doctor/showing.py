@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Group
 from rich.markup import escape
 
-from jaxpar.planning.predict.hardware import Gpu, gpu_of_kind
+from jaxpar.prediction.hardware import Gpu, gpu_of_kind
 from jaxpar.runtime.gpus.nvml import GpuFacts
 from jaxpar.runtime.tables import rich_table, titled
 from jaxpar.runtime.timing import Spread

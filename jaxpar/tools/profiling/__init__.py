@@ -15,6 +15,6 @@ Profiles are taken by `monitoring/profiler.py`.
 MAY_IMPORT = (
     "config",
     "runtime",
-    "planning",
+    "prediction",
     "monitoring",
 )

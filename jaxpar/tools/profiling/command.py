@@ -8,7 +8,7 @@ from jaxpar.config import ConfigError
 from jaxpar.config.options import check_ranges
 from jaxpar.monitoring.hlo import collective_bytes
 from jaxpar.monitoring.profile_folder import profiles_of
-from jaxpar.planning.predict.hardware import Gpu, gpu_named, gpu_of_kind
+from jaxpar.prediction.hardware import Gpu, gpu_named, gpu_of_kind
 from jaxpar.runtime.files import outputs
 from jaxpar.runtime.files.outputs import check_file
 from jaxpar.runtime.stages import stage

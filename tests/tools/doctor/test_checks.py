@@ -8,7 +8,7 @@ import pynvml
 import pytest
 
 from jaxpar.config import Config
-from jaxpar.planning.predict.hardware import H200
+from jaxpar.prediction.hardware import H200
 from jaxpar.runtime.gpus import nvml
 from jaxpar.runtime.gpus.nvml import GpuLoad
 from jaxpar.runtime.timing import Spread

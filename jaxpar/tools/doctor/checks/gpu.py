@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from jaxpar.planning.predict.hardware import gpu_of_kind
+from jaxpar.prediction.hardware import gpu_of_kind
 from jaxpar.runtime.gpus.nvml import NO_LIBRARY, GpuFacts
 from jaxpar.tools.doctor.checks.findings import Finding, failed, passed, skipped, warned
 from jaxpar.tools.doctor.facts import HostFacts

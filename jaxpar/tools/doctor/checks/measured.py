@@ -3,14 +3,14 @@
 import statistics
 from collections.abc import Mapping, Sequence
 
-from jaxpar.planning.predict.hardware import Gpu, gpu_of_kind
+from jaxpar.prediction.hardware import Gpu, gpu_of_kind
 from jaxpar.runtime.gpus.nvml import GpuLoad
 from jaxpar.tools.doctor.checks.findings import Finding, failed, passed, skipped, warned
 from jaxpar.tools.doctor.measure import links as links_of
 from jaxpar.tools.doctor.measure.bandwidth import BandwidthRow
 from jaxpar.tools.doctor.measure.links import ACROSS, WITHIN, HostRow, Link
 
-#: Shares of what a healthy GPU of the kind reaches (planning/hardware.py) below which a rate is
+#: Shares of what a healthy GPU of the kind reaches (prediction/hardware.py) below which a rate is
 #: low, or far too low. A matmul repeated for seconds reached 0.92 to 0.98 of it
 #: (docs/experiments/matmuls.md#power-limit).
 LOW, FAR_TOO_LOW = 0.85, 0.6

@@ -1,1 +1,0 @@
-"""Predicts the memory and step time of one layout."""
