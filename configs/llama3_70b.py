@@ -3,33 +3,24 @@
 Shape: Llama 3 (2407.21783), table 3. Tensor parallelism within a host, FSDP across hosts.
 """
 
-from jaxpar.config import (
-    Attention,
-    Config,
-    DataConfig,
-    Glu,
-    Layer,
-    Model,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainConfig,
-)
+from jaxpar.config import Config, replace
+from jaxpar.config.config_file import load_config
 
 
 def get_config() -> Config:
-    attention = Attention(num_heads=64, num_kv_heads=8, head_dim=128)
-    layer = Layer("layers", attention, Glu(28_672))
-    model = Model(
-        d_model=8192,
-        vocab_size=128_256,
-        layers=[layer] * 80,
-    )
-    return Config(
-        run=RunConfig(dir="runs/llama3_70b"),
-        model=model,
-        data=DataConfig(seq_len=8192),
-        train=TrainConfig(num_steps=100_000, global_batch_size=512),
-        parallel=ParallelConfig(data=-1, tensor=8, remat="attn_out", layer_loop="unroll"),
-        optimizer=OptimizerConfig(learning_rate=1.5e-4, warmup_steps=2000),
+    return replace(
+        load_config("llama3_8b"),
+        **{
+            "run.dir": "runs/llama3_70b",
+            "model.d_model": 8192,
+            "model.num_layers": 80,
+            "model.*.mixer.num_heads": 64,
+            "model.*.feed_forward.d_ff": 28_672,
+            "train.num_steps": 100_000,
+            "train.global_batch_size": 512,
+            "parallel.tensor": 8,
+            "parallel.remat": "attn_out",
+            "optimizer.learning_rate": 1.5e-4,
+            "optimizer.warmup_steps": 2000,
+        },
     )

@@ -4,25 +4,8 @@ Its layers are those of Qwen3-Next, without experts: of every four, three have G
 place of attention (docs/hybrid.md).
 """
 
-from jaxpar.config import (
-    Attention,
-    CheckpointConfig,
-    ComputeConfig,
-    Config,
-    DataConfig,
-    EvaluationConfig,
-    GatedDeltaNet,
-    Glu,
-    Layer,
-    Model,
-    Norm,
-    OptimizerConfig,
-    ParallelConfig,
-    QkNorm,
-    Rope,
-    RunConfig,
-    TrainConfig,
-)
+from jaxpar.config import Attention, Config, GatedDeltaNet, Glu, Layer, QkNorm, Rope, replace
+from jaxpar.config.config_file import load_config
 
 
 def get_config() -> Config:
@@ -37,24 +20,15 @@ def get_config() -> Config:
         qk_norm=QkNorm(),
         gate=True,
     )
-    feed_forward = Glu(384)
-    delta = Layer("delta_layers", delta_net, feed_forward)
-    attends = Layer("layers", attention, feed_forward)
-    model = Model(
-        d_model=128,
-        vocab_size=272,  # 256 bytes and an end-of-text token, rounded up so meshes divide it
-        layers=[delta] * 3 + [attends],
-        tie_embeddings=True,
-        norm=Norm(offset=True),
-    )
-    return Config(
-        run=RunConfig(dir="runs/quickstart_hybrid"),
-        model=model,
-        compute=ComputeConfig(dtype="float32"),
-        data=DataConfig(path="data/stdlib-bytes", seq_len=64),
-        train=TrainConfig(num_steps=200, global_batch_size=32, log_every=10),
-        parallel=ParallelConfig(data=-1),
-        optimizer=OptimizerConfig(learning_rate=3e-3, warmup_steps=20),
-        checkpoint=CheckpointConfig(every=100),
-        evaluation=EvaluationConfig(every=100, num_batches=4),
+    delta = Layer("delta_layers", delta_net, Glu(384))
+    attends = Layer("layers", attention, Glu(384))
+    return replace(
+        load_config("quickstart"),
+        **{
+            "run.dir": "runs/quickstart_hybrid",
+            "model.layers": [delta] * 3 + [attends],
+            "model.norm.offset": True,
+            "data.seq_len": 64,
+            "train.global_batch_size": 32,
+        },
     )

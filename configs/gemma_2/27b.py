@@ -5,52 +5,22 @@ capped, and every second layer has a window. --run.init-from takes the published
 (docs/convert.md).
 """
 
-import dataclasses
-
-from jaxpar.config import (
-    Attention,
-    Config,
-    DataConfig,
-    Glu,
-    Layer,
-    Model,
-    Norm,
-    OptimizerConfig,
-    ParallelConfig,
-    Rope,
-    RunConfig,
-    TrainConfig,
-)
+from jaxpar.config import Config, replace
+from jaxpar.config.config_file import load_config
 
 
 def get_config() -> Config:
-    local = Attention(
-        num_heads=32,
-        num_kv_heads=16,
-        head_dim=128,
-        rope=Rope(theta=10_000.0),
-        window=4096,
-        scale_dim=144,
-        softcap=50.0,
-    )
-    everywhere = dataclasses.replace(local, window=None)
-    feed_forward = Glu(36_864, activation="gelu")
-    local_layer = Layer("layers", local, feed_forward, norms="around")
-    wide = Layer("global_layers", everywhere, feed_forward, norms="around")
-    model = Model(
-        d_model=4608,
-        vocab_size=256_000,
-        layers=[local_layer, wide] * 23,
-        tie_embeddings=True,
-        norm=Norm(eps=1e-06, offset=True),
-        embed_scale=True,
-        logits_softcap=30.0,
-    )
-    return Config(
-        run=RunConfig(dir="runs/gemma_2_27b"),
-        model=model,
-        data=DataConfig(seq_len=8192),
-        train=TrainConfig(num_steps=100_000, global_batch_size=256),
-        parallel=ParallelConfig(data=-1, remat="attn_out", layer_loop="unroll"),
-        optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=2000),
+    return replace(
+        load_config("gemma_2/2b"),
+        **{
+            "run.dir": "runs/gemma_2_27b",
+            "model.d_model": 4608,
+            "model.num_layers": 46,
+            "model.*.mixer.num_heads": 32,
+            "model.*.mixer.num_kv_heads": 16,
+            "model.*.mixer.head_dim": 128,
+            "model.*.mixer.scale_dim": 144,
+            "model.*.feed_forward.d_ff": 36_864,
+            "parallel.remat": "attn_out",
+        },
     )

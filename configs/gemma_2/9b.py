@@ -4,52 +4,20 @@ Shape: the published google/gemma-2-9b; Gemma 2 (2408.00118), table 1. Scores an
 and every second layer has a window. --run.init-from takes the published weights (docs/convert.md).
 """
 
-import dataclasses
-
-from jaxpar.config import (
-    Attention,
-    Config,
-    DataConfig,
-    Glu,
-    Layer,
-    Model,
-    Norm,
-    OptimizerConfig,
-    ParallelConfig,
-    Rope,
-    RunConfig,
-    TrainConfig,
-)
+from jaxpar.config import Config, replace
+from jaxpar.config.config_file import load_config
 
 
 def get_config() -> Config:
-    local = Attention(
-        num_heads=16,
-        num_kv_heads=8,
-        head_dim=256,
-        rope=Rope(theta=10_000.0),
-        window=4096,
-        scale_dim=256,
-        softcap=50.0,
-    )
-    everywhere = dataclasses.replace(local, window=None)
-    feed_forward = Glu(14_336, activation="gelu")
-    local_layer = Layer("layers", local, feed_forward, norms="around")
-    wide = Layer("global_layers", everywhere, feed_forward, norms="around")
-    model = Model(
-        d_model=3584,
-        vocab_size=256_000,
-        layers=[local_layer, wide] * 21,
-        tie_embeddings=True,
-        norm=Norm(eps=1e-06, offset=True),
-        embed_scale=True,
-        logits_softcap=30.0,
-    )
-    return Config(
-        run=RunConfig(dir="runs/gemma_2_9b"),
-        model=model,
-        data=DataConfig(seq_len=8192),
-        train=TrainConfig(num_steps=100_000, global_batch_size=256),
-        parallel=ParallelConfig(data=-1, remat="attn_out", layer_loop="unroll"),
-        optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=2000),
+    return replace(
+        load_config("gemma_2/2b"),
+        **{
+            "run.dir": "runs/gemma_2_9b",
+            "model.d_model": 3584,
+            "model.num_layers": 42,
+            "model.*.mixer.num_heads": 16,
+            "model.*.mixer.num_kv_heads": 8,
+            "model.*.feed_forward.d_ff": 14_336,
+            "parallel.remat": "attn_out",
+        },
     )

@@ -5,55 +5,21 @@ of six layers have a window. --run.init-from takes weights of the class Gemma3Fo
 (docs/convert.md).
 """
 
-import dataclasses
-
-from jaxpar.config import (
-    Attention,
-    Config,
-    DataConfig,
-    Glu,
-    Layer,
-    Model,
-    Norm,
-    OptimizerConfig,
-    ParallelConfig,
-    QkNorm,
-    Rope,
-    RopeScaling,
-    RunConfig,
-    TrainConfig,
-)
+from jaxpar.config import Config, replace
+from jaxpar.config.config_file import load_config
 
 
 def get_config() -> Config:
-    local = Attention(
-        num_heads=16,
-        num_kv_heads=8,
-        head_dim=256,
-        rope=Rope(theta=10_000.0),
-        window=1024,
-        qk_norm=QkNorm(),
-        scale_dim=256,
-    )
-    everywhere = dataclasses.replace(
-        local, rope=Rope(theta=1_000_000.0, scaling=RopeScaling(kind="linear")), window=None
-    )
-    feed_forward = Glu(15_360, activation="gelu")
-    local_layer = Layer("layers", local, feed_forward, norms="around")
-    wide = Layer("global_layers", everywhere, feed_forward, norms="around")
-    model = Model(
-        d_model=3840,
-        vocab_size=262_208,
-        layers=([local_layer] * 5 + [wide]) * 8,
-        tie_embeddings=True,
-        norm=Norm(eps=1e-06, offset=True),
-        embed_scale=True,
-    )
-    return Config(
-        run=RunConfig(dir="runs/gemma_3_12b"),
-        model=model,
-        data=DataConfig(seq_len=8192),
-        train=TrainConfig(num_steps=100_000, global_batch_size=256),
-        parallel=ParallelConfig(data=-1, remat="attn_out", layer_loop="unroll"),
-        optimizer=OptimizerConfig(learning_rate=3e-4, warmup_steps=2000),
+    base = load_config("gemma_3/4b")
+    period = base.model.layers[:6]
+    return replace(
+        base,
+        **{
+            "run.dir": "runs/gemma_3_12b",
+            "model.d_model": 3840,
+            "model.layers": period * 8,
+            "model.*.mixer.num_heads": 16,
+            "model.*.mixer.num_kv_heads": 8,
+            "model.*.feed_forward.d_ff": 15_360,
+        },
     )
