@@ -125,7 +125,7 @@ def kind_of(path: str, ndim: int, cfg: Config) -> WeightKind:
         )
     if "_conv_" in name:  # a kernel for each channel; the caller knows its width
         return WeightKind(own_dims=3, std=math.nan, decays=True, trained=trained, table=True)
-    of_experts = name in ("b_gate", "b_up") and ndim == 3
+    of_experts = name in ("b_gate", "b_up", "b_down") and ndim == 3
     own = ndim - in_layer - of_experts
     if name == "w_shared_router":
         return WeightKind(

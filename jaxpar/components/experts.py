@@ -83,7 +83,7 @@ class Experts(FeedForward):
         if self.expert.bias:
             found |= {f"b_{n}": vector((E, F), ("experts", "mlp")) for n in into}
             # Every device adds those of its tokens, whichever device has the experts.
-            found["b_down"] = vector((E, D), ("router", "norm"))
+            found["b_down"] = vector((E, D), ("every_expert", "norm"))
         return found
 
     def rules(self, model: Model, parallel: Any) -> Iterator[DimRule]:

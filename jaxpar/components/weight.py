@@ -160,6 +160,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "spread_experts": ("expert", "tensor"),
     "expert_embed": ("data", "sequence"),
     "router": (),
+    "every_expert": (),
     "vocab": ("tensor", "pipeline"),
     "head_dim": (),
     "latent": _FSDP,

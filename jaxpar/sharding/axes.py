@@ -43,7 +43,7 @@ SPREAD_EXPERT_AXES = RULES["spread_experts"]
 VOCAB_AXES = RULES["vocab"]
 
 #: Logical axes that count layers, modules and experts, each with matrices of its own.
-COUNTS = ("layer", "depth", "experts", "spread_experts")
+COUNTS = ("layer", "depth", "experts", "spread_experts", "every_expert")
 
 #: Sharding of every [B, T] array of a batch.
 BATCH_SPEC = PartitionSpec(BATCH_AXES, SEQUENCE)

@@ -65,6 +65,24 @@ def test_one_device_computes_the_updates_of_optax():
         assert error < 1e-5, name
 
 
+def test_an_expert_is_updated_by_its_own_gradients():
+    """Each has its matrices and its biases, which are factored, and clipped, by themselves."""
+    bias = {"model.layers.feed_forward.expert.bias": True}
+    cfg = replace(TINY, **MODEL, **bias, **{"optimizer.beta1": 0.0})
+    specs = param_specs(cfg.model)
+    rule, grads = scale_by_adafactor(cfg.optimizer, Matrices(specs)), gradients(abstract(specs), 0)
+    kinds = [f"{kind}_{name}" for kind in "wb" for name in ("gate", "up", "down")]
+    layers = grads["layers"] | {name: grads["layers"][name].copy() for name in kinds}
+    for name in kinds:
+        layers[name][:, 1:] *= 1e6  # updates above 1, which are clipped
+    _, state = rule.update(gradients(abstract(specs), 1), rule.init(grads))
+    both = (grads, grads | {"layers": layers})
+    one, other = (rule.update(g, state)[0]["layers"] for g in both)
+    for name in kinds:
+        np.testing.assert_array_equal(one[name][:, 0], other[name][:, 0], err_msg=name)
+        assert (one[name][:, 1] != other[name][:, 1]).any(), name
+
+
 @pytest.mark.parametrize(
     ("mesh", "fields"),
     [
