@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.loading import restore
+from jaxpar.checkpoint.saved import read_saved
 from jaxpar.config import replace
 from jaxpar.config.serialize import from_json
 from jaxpar.data.options import PrepareOptions
@@ -204,7 +205,7 @@ def assert_same_records(run: Path, whole: Path) -> None:
 
 def arrays_of(run: Path) -> dict[str, Any]:
     """Fingerprints of the last checkpoint's arrays, and its step."""
-    saved = checkpoint.read_saved(run)
+    saved = read_saved(run)
     assert saved.fingerprints
     return saved.fingerprints | {"step": saved.step}
 
@@ -213,7 +214,7 @@ def weights_of(run: Path, step: int | None = None) -> list[np.ndarray]:
     """The whole saved state, on the host."""
     cfg = config_for_sampling(from_json((run / "config.json").read_text("utf-8")))
     cfg = replace(cfg, **{"run.dir": str(run)})
-    state = checkpoint.restore(cfg, make_mesh(cfg.parallel, jax.devices()[:1]), step)
+    state = restore(cfg, make_mesh(cfg.parallel, jax.devices()[:1]), step)
     return [np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(state))]
 
 

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxpar import checkpoint
 from jaxpar.api.arguments import Fits, check_generation, require_type
+from jaxpar.checkpoint.saved import checkpoint_folder, saved_steps, starting_step
+from jaxpar.checkpoint.saving import Checkpointer
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.lists.held_out_sets import HELD_OUT
 from jaxpar.config.resolve import fill_batch
@@ -110,12 +111,12 @@ class Trainer:
         Raises:   ConfigError if there is none, or the config may not resume it.
         """
         cfg = replace(self._asked, **{"checkpoint.resume": "auto"})
-        if checkpoint.starting_step(cfg) is None:
+        if starting_step(cfg) is None:
             fix = "init() a state, or use the run.dir of a run"
             raise ConfigError("run.dir", cfg.run.dir, "contains no finished checkpoint", fix)
         self._use(self._opened(cfg, in_folder=True))
         state = self._run.start().state
-        self._own_steps |= set(checkpoint.saved_steps(self.cfg.run.dir))
+        self._own_steps |= set(saved_steps(self.cfg.run.dir))
         return state
 
     def batches(self, state: TrainState, num_steps: int | None = None) -> Iterator[Batch]:
@@ -171,13 +172,13 @@ class Trainer:
                   loaded; SaveFailed.
         """
         run, step = self._run, int(state.step)
-        others = set(checkpoint.saved_steps(run.dir)) - self._own_steps
+        others = set(saved_steps(run.dir)) - self._own_steps
         if others:
             rule = f"has the checkpoint of step {max(others)} of another run"
             raise ConfigError("run.dir", str(run.dir), rule, "load() it, or use another run.dir")
         with (
             self._folder(),
-            checkpoint.Checkpointer(
+            Checkpointer(
                 run.cfg,
                 peers.log,
                 run.loader.skipped,
@@ -188,7 +189,7 @@ class Trainer:
             tokens = run.loader.sizes_of_steps.tokens_before(step)
             saver.save(state, step, tokens, position=run.loader.position(step))
         self._own_steps.add(step)
-        return checkpoint.folder(run.dir) / str(step)
+        return checkpoint_folder(run.dir) / str(step)
 
     @contextlib.contextmanager
     def _folder(self) -> Iterator[None]:

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxpar import checkpoint
 from jaxpar.certification.layer_distances import (
     LayerDistances,
     StepPlace,
@@ -46,6 +45,8 @@ from jaxpar.certification.step_inputs import (
     xla_options,
 )
 from jaxpar.certification.traces import Arrays
+from jaxpar.checkpoint.loading import restore
+from jaxpar.checkpoint.saved import read_saved, saved_steps
 from jaxpar.config import Config, ConfigError, replace, value_of
 from jaxpar.config.code import with_code
 from jaxpar.config.config_file import load_config
@@ -152,7 +153,7 @@ class RunSide:
     @property
     def saved(self) -> list[int]:
         """The steps of its checkpoints."""
-        return checkpoint.saved_steps(self.folder) if self.folder is not None else []
+        return saved_steps(self.folder) if self.folder is not None else []
 
 
 def _is_run(name: str) -> bool:
@@ -184,9 +185,9 @@ def _begin_together(a: str, b: str) -> int:
     """Return the last checkpoint that both runs have, with the same bits; 0 for the start."""
     if not (_is_run(a) and _is_run(b)):
         return 0
-    both = sorted({*checkpoint.saved_steps(a)} & {*checkpoint.saved_steps(b)}, reverse=True)
+    both = sorted({*saved_steps(a)} & {*saved_steps(b)}, reverse=True)
     for step in both:
-        one, other = (checkpoint.read_saved(name, step).fingerprints for name in (a, b))
+        one, other = (read_saved(name, step).fingerprints for name in (a, b))
         if one == other:
             return step
     return 0
@@ -363,7 +364,7 @@ class Bisect:
         have given: a run that resumed went on with it."""
         if done == self.begin or done not in side.saved:
             return state
-        saved = checkpoint.restore(side.cfg, side.steps.run.mesh, done)
+        saved = restore(side.cfg, side.steps.run.mesh, done)
         wrong = differing(arrays_of(state, side.cfg), arrays_of(saved, side.cfg))
         if wrong:
             self.notes.append(

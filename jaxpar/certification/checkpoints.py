@@ -18,11 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpar import checkpoint
 from jaxpar.certification.results import Result, Subject
 from jaxpar.certification.traces import Arrays
 from jaxpar.certification.updates import DECAY, is_own, mesh_of, on
 from jaxpar.checkpoint import stored_arrays
+from jaxpar.checkpoint.loading import restore
+from jaxpar.checkpoint.saved import checkpoint_folder
+from jaxpar.checkpoint.saving import Checkpointer
 from jaxpar.config import Config, ConfigError, Model, replace
 from jaxpar.config.layout.layer_split import is_equal
 from jaxpar.config.lists.lora_targets import factor
@@ -112,14 +114,14 @@ class SavedState:
         state, logical = random_state(cfg, mesh)
         running = to_running(state, cfg)
         misplaced = in_other_places(running, logical, cfg)
-        with checkpoint.Checkpointer(cfg, log=lambda text: None) as saver:
+        with Checkpointer(cfg, log=lambda text: None) as saver:
             saver.save(running, STEP, 0)
         return cls(cfg, logical, misplaced)
 
     @property
     def folder(self) -> Path:
         """The folder of the arrays."""
-        return checkpoint.folder(self.cfg.run.dir) / str(STEP)
+        return checkpoint_folder(self.cfg.run.dir) / str(STEP)
 
     def reloaded(self, cfg: Config, devices: Sequence[jax.Device]) -> dict[str, list[str]]:
         """Load the checkpoint for another mesh.
@@ -129,7 +131,7 @@ class SavedState:
         """
         on_disk = [n for n, right in self.logical.items() if not _equal(self._stored(n), right)]
         cfg = dataclasses.replace(cfg, run=self.cfg.run, data=self.cfg.data)
-        found = checkpoint.restore(cfg, mesh_of(cfg, devices))
+        found = restore(cfg, mesh_of(cfg, devices))
         return {
             "state on the mesh": self.misplaced,
             "arrays on disk": on_disk,

@@ -10,8 +10,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jaxpar import checkpoint
 from jaxpar.certification.options import ReplayOptions
+from jaxpar.checkpoint.inspection import require_whole
+from jaxpar.checkpoint.loading import check_resumable, restore
+from jaxpar.checkpoint.saved import first_whole, read_saved, saved_config, saved_steps
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.json_reader import UnreadableJson, read_json
 from jaxpar.config.options import check_ranges
@@ -87,7 +89,7 @@ class StepsAgain:
         if run.teacher is not None:
             run.teacher.load()
         if self.begin:
-            return checkpoint.restore(run.cfg, run.mesh, self.begin)
+            return restore(run.cfg, run.mesh, self.begin)
         return initial_weights.state(run.cfg, run.mesh, run.origin, log)
 
     def batch_of(self, done: int) -> int:
@@ -156,7 +158,7 @@ class Replay:
         self.run = Run.open(self.cfg, lambda _: self.begin or None, chosen=chosen)
         self.cfg = self.run.cfg
         if taken_by is not None:
-            checkpoint.check_resumable(self.cfg, checkpoint.read_saved(folder, taken_by))
+            check_resumable(self.cfg, read_saved(folder, taken_by))
         self.record = self.records[self.number]
         self._steps = StepsAgain(self.run, self.begin, self.records)
 
@@ -220,7 +222,7 @@ def config_of_step(folder: Path, taken_by: int | None) -> Config:
     Args:     taken_by: the first checkpoint that contains the step; None: the latest start.
     """
     if taken_by is not None:
-        cfg = checkpoint.load_config(folder, taken_by)
+        cfg = saved_config(folder, taken_by)
     else:
         cfg = _latest_config(folder)
     # A cache of compiled programs is code: do not use one named by another's config.
@@ -235,10 +237,10 @@ def checkpoint_with(folder: Path, number: int) -> int | None:
 
     Warns of each damaged one that is passed over. It reads no array, which would start JAX.
     """
-    return checkpoint.first_whole(
+    return first_whole(
         folder,
-        [*(step for step in checkpoint.saved_steps(folder) if step >= number), None],
-        lambda step: checkpoint.read_saved(folder, step).step if step is not None else None,
+        [*(step for step in saved_steps(folder) if step >= number), None],
+        lambda step: read_saved(folder, step).step if step is not None else None,
         "The config of a later start is used",
     )
 
@@ -248,11 +250,11 @@ def checkpoint_before(folder: Path, number: int) -> int:
 
     Warns of each damaged one that is passed over. Raises:   Unreadable.
     """
-    before = [step for step in checkpoint.saved_steps(folder) if 0 < step < number]
-    return checkpoint.first_whole(
+    before = [step for step in saved_steps(folder) if 0 < step < number]
+    return first_whole(
         folder,
         [*reversed(before), 0],
-        lambda step: checkpoint.require_whole(folder, step) if step else 0,
+        lambda step: require_whole(folder, step) if step else 0,
         "The replay begins at an earlier step",
     )
 

@@ -20,7 +20,14 @@ import numpy as np
 import jaxpar
 from jaxpar.checkpoint import integrity, weights_alone
 from jaxpar.checkpoint.branching import intact
-from jaxpar.checkpoint.saved import CARRIED, NO_DATASET, Saved, folder, read_whole, saved_steps
+from jaxpar.checkpoint.saved import (
+    CARRIED,
+    NO_DATASET,
+    Saved,
+    checkpoint_folder,
+    read_whole,
+    saved_steps,
+)
 from jaxpar.checkpoint.stored_arrays import array_names, num_bytes, open_array, reading
 from jaxpar.config import ConfigError, replace
 from jaxpar.config.schema.optimizer import AVERAGED, TRAINED, Weights
@@ -69,7 +76,8 @@ def average(
     parts = [read_whole(run, step, lambda at: intact(run, at)) for step in chosen]
     _check(run, parts, weights)
     sources = [
-        AveragedCheckpoint(folder(run) / str(part.step), part.fingerprints) for part in parts
+        AveragedCheckpoint(checkpoint_folder(run) / str(part.step), part.fingerprints)
+        for part in parts
     ]
     arrays = [opened_weights(source, weights) for source in sources]
     require_space("NEW", Path(new), sum(4 * math.prod(a.shape) for _, a in arrays[0].values()))

@@ -10,7 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxpar.checkpoint.integrity import Damaged
-from jaxpar.checkpoint.saved import CARRIED, Saved, damage, folder, read_saved, read_whole
+from jaxpar.checkpoint.saved import (
+    CARRIED,
+    Saved,
+    checkpoint_folder,
+    damage,
+    read_saved,
+    read_whole,
+)
 from jaxpar.runtime.files.atomic import new_folder
 from jaxpar.runtime.files.outputs import refuse_used, require_space
 from jaxpar.runtime.units import size
@@ -26,11 +33,11 @@ def branch(run_dir: str, new: str, step: int | None, log: Callable[[str], None])
     """
     refuse_used("NEW", Path(new))
     saved = read_whole(run_dir, step, lambda at: intact(run_dir, at))
-    source = folder(run_dir) / str(saved.step)
+    source = checkpoint_folder(run_dir) / str(saved.step)
     num_bytes = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
     require_space("NEW", Path(new), num_bytes)
     with new_folder(Path(new)) as made:
-        shutil.copytree(source, folder(made) / str(saved.step))
+        shutil.copytree(source, checkpoint_folder(made) / str(saved.step))
         if (Path(run_dir) / CARRIED).is_dir():
             shutil.copytree(Path(run_dir) / CARRIED, made / CARRIED)
     log(f"branch     {new}: step {saved.step} of {run_dir}, {size(num_bytes)}")

@@ -16,7 +16,7 @@ from typing import Any
 from jaxpar.checkpoint import integrity, stored_arrays
 from jaxpar.checkpoint.best import Best, of
 from jaxpar.checkpoint.integrity import Damaged, Unreadable
-from jaxpar.checkpoint.saved import METADATA, damage, folder, read_saved, saved_steps
+from jaxpar.checkpoint.saved import METADATA, checkpoint_folder, damage, read_saved, saved_steps
 from jaxpar.checkpoint.stored_arrays import reason
 from jaxpar.config import ConfigError
 from jaxpar.config.rules.paths import local_folder, read_address
@@ -89,7 +89,7 @@ def _row_if_kept(run_dir: str | Path, step: int) -> CheckpointRow | None:
 
     A damaged checkpoint is checked again until no more of its files disappear: deletion takes time.
     """
-    at = folder(run_dir) / str(step)
+    at = checkpoint_folder(run_dir) / str(step)
     while True:
         before, row, failure = _paths(at), None, None
         try:
@@ -110,7 +110,7 @@ def _row_if_kept(run_dir: str | Path, step: int) -> CheckpointRow | None:
 
 def _row(run_dir: str | Path, step: int) -> CheckpointRow:
     """Raises:   FileNotFoundError or ConfigError when it is gone."""
-    at = folder(run_dir) / str(step)
+    at = checkpoint_folder(run_dir) / str(step)
     files = [file.stat() for file in sorted(_paths(at)) if file.is_file()]
     date = datetime.fromtimestamp(at.stat().st_mtime).strftime("%Y-%m-%d %H:%M:%S")
     found, mesh = damage(run_dir, step), "?"
@@ -160,11 +160,11 @@ def verify(run_dir: str | Path, step: int | None, log: Callable[[str], None]) ->
 def _verify_one(run_dir: str | Path, at: int, log: Callable[[str], None]) -> bool:
     """Verify a checkpoint. Returns:  whether it is intact. Raises:   Unreadable."""
     found = _all_damage(run_dir, at, log)
-    if found and not (folder(run_dir) / str(at)).is_dir():
+    if found and not (checkpoint_folder(run_dir) / str(at)).is_dir():
         raise integrity.Unreadable(f"step {at} of {run_dir} went away while it was read")
     for text in found:
         log(f"step {at}: {text}")
-    for name in integrity.extra_files(folder(run_dir) / str(at)):
+    for name in integrity.extra_files(checkpoint_folder(run_dir) / str(at)):
         log(f"step {at}: note: {name} does not belong to this checkpoint, and is ignored")
     log(f"step {at}: {DAMAGED if found else 'intact'}")
     return not found
@@ -184,7 +184,7 @@ def _all_damage(run_dir: str | Path, step: int, log: Callable[[str], None]) -> l
     """Return what is wrong with a checkpoint. Raises:   as `require_whole`, but for Damaged."""
     found = damage(run_dir, step)
     known = {} if found else read_saved(run_dir, step).fingerprints
-    return found + _array_damage(folder(run_dir) / str(step), known, log)
+    return found + _array_damage(checkpoint_folder(run_dir) / str(step), known, log)
 
 
 def _array_damage(step_folder: Path, known: dict[str, str], log: Callable[[str], None]) -> list:

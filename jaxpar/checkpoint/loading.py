@@ -19,7 +19,7 @@ from jaxpar.checkpoint.saved import (
     Saved,
     by_path,
     check_fields,
-    folder,
+    checkpoint_folder,
     none_whole,
     read_saved,
     require_weights,
@@ -112,7 +112,7 @@ def check_model(
         str(saved), fix, functools.partial(may_change, cfg) if of_another_run else None
     )
     if places.moved:
-        stored = folder(run_dir) / str(saved.step)
+        stored = checkpoint_folder(run_dir) / str(saved.step)
         shape_of = shape_of or (lambda name: stored_arrays.open_array(stored, name).shape)
         by_place.check_shapes(cfg, places, saved.fingerprints, shape_of, str(saved))
     return places
@@ -200,7 +200,9 @@ def _without_metadata(cfg: Config, before: int) -> dict[int, Damaged]:
 
 def _set_aside(cfg: Config, step: int, why: Damaged, instead: str) -> None:
     if jax.process_index() == 0:
-        place = integrity.set_aside(cfg.run.dir, folder(cfg.run.dir) / str(step), str(why))
+        place = integrity.set_aside(
+            cfg.run.dir, checkpoint_folder(cfg.run.dir) / str(step), str(why)
+        )
         warn(f"{why}\n           It was moved to {place}; {instead}.")
 
 
@@ -320,7 +322,7 @@ def _load_whole(run_dir: str | Path, saved: Saved, target: Any, partial: bool = 
 
     Raises:   Damaged, in all processes if in one; Unreadable.
     """
-    where, step_folder = f"{saved} of {run_dir}", folder(run_dir) / str(saved.step)
+    where, step_folder = f"{saved} of {run_dir}", checkpoint_folder(run_dir) / str(saved.step)
     first = jax.process_index() == 0
     agree(where, integrity.file_damage(step_folder) if first else [])
     for name in integrity.extra_files(step_folder) if first else []:

@@ -110,7 +110,7 @@ class Saved:
         return any(name.startswith(f"{AVERAGED}/") for name in self.fingerprints)
 
 
-def folder(run_dir: str | Path) -> Path:
+def checkpoint_folder(run_dir: str | Path) -> Path:
     """Return the absolute folder of a run's checkpoints. (Orbax cannot save to relative paths.)
 
     Programs that are given a run's path, `normalized` or not, reach its checkpoints through this.
@@ -126,7 +126,7 @@ def saved_steps(run_dir: str | Path) -> list[int]:
 
     Raises:   Unreadable.
     """
-    return sorted(map(int, integrity.folders_in(folder(run_dir), _STEP)))
+    return sorted(map(int, integrity.folders_in(checkpoint_folder(run_dir), _STEP)))
 
 
 def starting_step(cfg: Config) -> int | None:
@@ -138,7 +138,11 @@ def starting_step(cfg: Config) -> int | None:
     Raises:   ConfigError when resume is "never" and there is a checkpoint, or "must" and there is
               none; Damaged when all checkpoints are damaged; Unreadable.
     """
-    steps, resume, where = saved_steps(cfg.run.dir), cfg.checkpoint.resume, folder(cfg.run.dir)
+    steps, resume, where = (
+        saved_steps(cfg.run.dir),
+        cfg.checkpoint.resume,
+        checkpoint_folder(cfg.run.dir),
+    )
     if steps and resume == "never":
         rule = f"but {where} contains the checkpoint of step {steps[-1]}"
         fix = "use a new run.dir, or --checkpoint.resume auto to continue that run"
@@ -157,7 +161,7 @@ def starting_step(cfg: Config) -> int | None:
 
 def damage(run_dir: str | Path, step: int) -> list[str]:
     """Return what is wrong with the files and metadata of a checkpoint. Reads no arrays."""
-    found = integrity.file_damage(folder(run_dir) / str(step))
+    found = integrity.file_damage(checkpoint_folder(run_dir) / str(step))
     try:
         read_saved(run_dir, step)
     except integrity.Damaged as error:
@@ -246,14 +250,14 @@ def read_saved(run_dir: str | Path, step: int | None = None) -> Saved:
         held = ", ".join(map(str, steps))
         raise ConfigError("step", step, f"is not a checkpoint of {run_dir}", f"use one of {held}")
     where = f"the checkpoint of step {step} of {run_dir}"
-    about = _metadata(folder(run_dir) / str(step), where)
+    about = _metadata(checkpoint_folder(run_dir) / str(step), where)
     if integrity.SEAL in about:
         integrity.check_seal(where, about)
     fields = dataclasses.fields(Saved)
     needed = {f.name for f in fields if f.default is f.default_factory} - {"step"}  # both MISSING
     needed.add(integrity.SEAL)
     if missing := sorted(needed - set(about)):
-        listed = integrity.has_file_list(folder(run_dir) / str(step))
+        listed = integrity.has_file_list(checkpoint_folder(run_dir) / str(step))
         if listed or not needed.isdisjoint(about):  # then jaxpar wrote it
             raise integrity.Damaged(where, [f"its metadata has no {', '.join(missing)}"])
         rule = f"the checkpoint of step {step} was not written by jaxpar"
@@ -301,7 +305,7 @@ def _metadata(step_folder: Path, where: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def load_config(run_dir: str | Path, step: int | None = None) -> Config:
+def saved_config(run_dir: str | Path, step: int | None = None) -> Config:
     """Load the resolved config of a saved run. Its mesh is that of the run; set your own.
 
     Args:     step: a saved step. None: the latest.

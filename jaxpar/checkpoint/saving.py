@@ -20,7 +20,7 @@ from jaxpar.checkpoint import integrity
 from jaxpar.checkpoint.best import Best
 from jaxpar.checkpoint.copies import HostCopy, copied_in_all
 from jaxpar.checkpoint.orbax_errors import errors_file, errors_to_file
-from jaxpar.checkpoint.saved import METADATA, folder, saved_steps
+from jaxpar.checkpoint.saved import METADATA, checkpoint_folder, saved_steps
 from jaxpar.config import Config
 from jaxpar.config.layout.layer_split import is_equal
 from jaxpar.config.values import to_values
@@ -99,7 +99,7 @@ class Checkpointer:
         Raises:   ConfigError when the data cannot be opened.
         """
         self._cfg, self._log, self._record, self._host = cfg, log, record, host
-        self._dir = folder(own or cfg.run.dir)
+        self._dir = checkpoint_folder(own or cfg.run.dir)
         #: Whether this process is the one that writes to its folder what is written once.
         self._is_first = own is not None or jax.process_index() == 0
         self._about = metadata_of_run(cfg, skipped, asked, weights_from)

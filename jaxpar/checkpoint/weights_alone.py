@@ -16,7 +16,7 @@ import tensorstore
 from orbax.checkpoint import v1 as ocp
 
 from jaxpar.checkpoint import integrity, stored_arrays
-from jaxpar.checkpoint.saved import METADATA, folder
+from jaxpar.checkpoint.saved import METADATA, checkpoint_folder
 from jaxpar.config.json_reader import read_json_object
 from jaxpar.sharding.fingerprint import RunningFingerprint
 
@@ -38,11 +38,11 @@ def create(
     ones = {path: jnp.zeros((1,) * len(shape), jnp.float32) for path, shape in shapes.items()}
     context = ocp.Context()
     context.array.saving.use_compression = False
-    with ocp.training.Checkpointer(folder(run_dir), context=context) as orbax:
+    with ocp.training.Checkpointer(checkpoint_folder(run_dir), context=context) as orbax:
         small = flax.traverse_util.unflatten_dict(ones, sep="/")
         tree = {"step": jnp.int32(STEP), "params": small}
         orbax.save(STEP, tree, force=True, custom_metadata=about)
-    at = stored_arrays.array_folder(folder(run_dir) / str(STEP))
+    at = stored_arrays.array_folder(checkpoint_folder(run_dir) / str(STEP))
     _tell_shapes(at, shapes, chunks)
     arrays = {}
     for path, shape in shapes.items():
@@ -65,7 +65,7 @@ def seal(run_dir: Path, about: dict[str, Any], found: Mapping[str, RunningFinger
 
     Args:     about: as given to `create`. found: fingerprint of every parameter, by path.
     """
-    step_folder = folder(run_dir) / str(STEP)
+    step_folder = checkpoint_folder(run_dir) / str(STEP)
     step = RunningFingerprint(())
     step.add(np.int32(STEP), ())
     sums = {"step": str(step)} | {f"params/{path}": str(sum_) for path, sum_ in found.items()}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import jax
 
-from jaxpar import checkpoint
-from jaxpar.checkpoint import read_whole
+from jaxpar.checkpoint.best import step_of
+from jaxpar.checkpoint.saved import read_whole
 from jaxpar.config import value_of
 from jaxpar.convert import selfcheck, torch_file
 from jaxpar.convert.hf import exporting, importing
@@ -49,7 +49,7 @@ def convert(options: Options) -> int:
 def read_run[T: ToHf | ToPeft | ToTorch](options: T, convert: Callable[[T, int], None]) -> None:
     """Convert the checkpoint that the options name, or the latest intact one."""
     options = with_local_runs(options, log)
-    step = checkpoint.step_of(options.run, options.step)
+    step = step_of(options.run, options.step)
     read_whole(options.run, step, functools.partial(convert, options))
 
 

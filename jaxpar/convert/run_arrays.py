@@ -13,9 +13,8 @@ import jax
 import numpy as np
 
 import jaxpar
-from jaxpar import checkpoint
 from jaxpar.checkpoint import integrity, stored_arrays, weights_alone
-from jaxpar.checkpoint.saved import require_weights
+from jaxpar.checkpoint.saved import NO_DATASET, checkpoint_folder, read_saved, require_weights
 from jaxpar.config import Config
 from jaxpar.config.schema.optimizer import AVERAGED, TRAINED, Weights
 from jaxpar.config.values import to_values
@@ -94,11 +93,11 @@ def open_run(run_dir: str | Path, cfg: Config, step: int, weights: Weights = TRA
     Raises:   ConfigError when it has no such weights; Damaged when a file differs from its entry in
               the list, or a parameter is missing; Unreadable.
     """
-    step_folder, where = checkpoint.folder(run_dir) / str(step), f"step {step} of {run_dir}"
+    step_folder, where = checkpoint_folder(run_dir) / str(step), f"step {step} of {run_dir}"
     damage = integrity.file_damage(step_folder)
     if damage:
         raise integrity.Damaged(where, damage)
-    saved = checkpoint.read_saved(run_dir, step)
+    saved = read_saved(run_dir, step)
     require_weights(run_dir, saved, weights)
     arrays, names, known = {}, {}, saved.fingerprints
     for path in flat(param_specs(cfg.model, cfg.lora)):
@@ -133,7 +132,7 @@ def about_import(cfg: Config, sources: Sequence[str]) -> dict[str, Any]:
     return {
         "imported_from": list(sources),
         "config": to_values(cfg),
-        "dataset": checkpoint.NO_DATASET,
+        "dataset": NO_DATASET,
         "versions": {"jaxpar": jaxpar.__version__, "jax": jax.__version__},
         "tokens_seen": 0,
     }

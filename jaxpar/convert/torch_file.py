@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.saved import read_saved, saved_config
 from jaxpar.components.attention import Attention
 from jaxpar.components.component import Term
 from jaxpar.components.model import Layer, Model
@@ -65,8 +65,8 @@ def open_export(
     Args:     as `exporting.open_export`. code: files with the classes of a model's own components.
     Raises:   ConfigError when there is no such checkpoint, or a class is not loaded.
     """
-    saved = checkpoint.read_saved(run, step)
-    cfg = with_code(checkpoint.load_config(run, saved.step), code)
+    saved = read_saved(run, step)
+    cfg = with_code(saved_config(run, saved.step), code)
     check_layers(cfg.model.layers)
     return exporting.open_checkpoint(run, saved.step, cfg, dtype, weights)
 

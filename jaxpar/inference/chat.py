@@ -5,7 +5,7 @@ import math
 import sys
 from collections.abc import Callable, Generator, Iterator
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.best import step_of
 from jaxpar.config import ConfigError
 from jaxpar.config.options import check_ranges
 from jaxpar.data.prepare.chat import TEMPLATES, ChatEncoder
@@ -105,7 +105,7 @@ class Dialogue:
 def chat(options: ChatOptions) -> None:
     """Answer messages until the input ends."""
     check(options)
-    step = checkpoint.step_of(options.run, options.step)
+    step = step_of(options.run, options.step)
     model = load(options.run, step, options.tensor, log, weights=options.weights, code=options.code)
     dialogue = Dialogue(model, options, log)
     for line in messages():

@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.best import step_of
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.lists.mixture import sources_of
 from jaxpar.config.lists.step_sizes import without_schedules
@@ -161,7 +161,7 @@ def evaluate(options: EvaluateOptions, log: Callable[[str], None] = peers.log) -
     check(options)
     known = _task_manager(options) if options.tasks else None
     if not options.follow:
-        step = checkpoint.step_of(options.run, options.step)
+        step = step_of(options.run, options.step)
         return _evaluate(options, step, known, log)
     last: dict[str, Any] = {}
 

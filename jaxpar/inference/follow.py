@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxpar import checkpoint
 from jaxpar.checkpoint import best
+from jaxpar.checkpoint.integrity import Damaged
+from jaxpar.checkpoint.saved import read_saved, saved_config, saved_steps
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.monitoring.sinks import Sinks, open_sinks, require_packages
 from jaxpar.runtime.files import json_lines
@@ -38,15 +39,15 @@ def follow(
     Raises:   ConfigError when the folder has no checkpoint; what `evaluate` raises, except for
               checkpoints that are damaged, or that the run deletes meanwhile.
     """
-    if not checkpoint.saved_steps(run):
+    if not saved_steps(run):
         rule, fix = "contains no checkpoint yet", "start the follower when the run has saved one"
         raise ConfigError("RUN", run, rule, fix)
     place = Path(run) / FOLDER
     known = {record["step"] for record in json_lines.read(place / "metrics.jsonl")}
-    cfg = checkpoint.load_config(run)
+    cfg = saved_config(run)
     with _Records(cfg, place, max(known, default=0), log) as records:
         while True:
-            waiting = [step for step in checkpoint.saved_steps(run) if step not in known]
+            waiting = [step for step in saved_steps(run) if step not in known]
             for step in waiting:
                 known.add(step)
                 if (results := _evaluated(run, step, evaluate, log)) is not None:
@@ -65,10 +66,10 @@ def _evaluated(
     log(f"step {step}")
     try:
         return evaluate(step)
-    except checkpoint.Damaged as error:
+    except Damaged as error:
         log(f"left out   {error}")
     except (ConfigError, OSError):
-        if step in checkpoint.saved_steps(run):
+        if step in saved_steps(run):
             raise
         log(f"left out   step {step}: the run has deleted it")
     return None
@@ -76,10 +77,10 @@ def _evaluated(
 
 def _has_ended(run: str) -> bool:
     """Whether the run has saved its last step, or has stopped early."""
-    steps = checkpoint.saved_steps(run)
+    steps = saved_steps(run)
     try:
-        saved = checkpoint.read_saved(run, steps[-1])
-    except (ConfigError, checkpoint.Damaged, IndexError):
+        saved = read_saved(run, steps[-1])
+    except (ConfigError, Damaged, IndexError):
         return False
     train, found = saved.config["train"], best.of(saved)
     patience = train.get("early_stop_patience", 0)

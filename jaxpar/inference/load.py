@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.loading import restore_params
+from jaxpar.checkpoint.saved import read_whole, saved_config, saved_steps
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.code import with_code
 from jaxpar.config.schema.optimizer import TRAINED, Weights
@@ -147,7 +148,7 @@ def load(
     source = _source(folder, step, tensor, weights, log)
     if source is None:
         read = lambda at: _of_run(folder, at, tensor, modules, weights, code)  # noqa: E731
-        return checkpoint.read_whole(folder, step, read)
+        return read_whole(folder, step, read)
     cfg, mesh = _placed(source.config, tensor, folder)
     tokenizer = tokenizer_in(source.folder, folder)
     with stage(f"reading the weights in {source.name}"):
@@ -169,7 +170,7 @@ def load_params_of(
     source = _source(folder, step, tensor, weights, log)
     if source is None:
         read = lambda at: _params_of_run(folder, at, tensor, weights, code)  # noqa: E731
-        return checkpoint.read_whole(folder, step, read)
+        return read_whole(folder, step, read)
     cfg, mesh = _placed(source.config, tensor, folder)
     with stage(f"reading the weights in {source.name}"):
         return LoadedParams(cfg, mesh, load_params(source, cfg, mesh, log), None)
@@ -179,7 +180,7 @@ def _of_run(
     folder: str, step: int, tensor: int, modules: bool, weights: Weights, code: Sequence[str]
 ) -> LoadedModel:
     """Load a checkpoint of a run; arguments and errors as `load`."""
-    cfg = with_code(checkpoint.load_config(folder, step), code)
+    cfg = with_code(saved_config(folder, step), code)
     tokenizer = tokenizer_of_run(folder, cfg)
     begin = begin_of_prompts(folder, cfg, tokenizer)
     loaded = _params_of_run(folder, step, tensor, weights, code)
@@ -192,10 +193,10 @@ def _params_of_run(
     folder: str, step: int, tensor: int, weights: Weights, code: Sequence[str]
 ) -> LoadedParams:
     """Load the parameters of a checkpoint, with adapters merged into them."""
-    cfg = with_code(checkpoint.load_config(folder, step), code)
+    cfg = with_code(saved_config(folder, step), code)
     cfg, mesh = _placed(cfg, tensor, folder)
     with stage(f"reading the weights in {folder}"):
-        params = checkpoint.restore_params(folder, cfg, mesh, step, weights)
+        params = restore_params(folder, cfg, mesh, step, weights)
         params, cfg = adapters.merge(params, cfg, mesh), adapters.base_config(cfg)
     return LoadedParams(cfg, mesh, params, step)
 
@@ -243,7 +244,7 @@ def _source(
 ) -> PublishedModel | None:
     """Start JAX, and return the published model; None for the folder of a run."""
     _start(tensor, log)
-    if checkpoint.saved_steps(folder):
+    if saved_steps(folder):
         return None
     if not (Path(folder) / CONFIG_FILE).is_file() and not hub.is_name(folder):
         rule = "is neither a run with a checkpoint nor a folder with a config.json and .safetensors"

@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.best import step_of
+from jaxpar.checkpoint.saved import saved_steps
 from jaxpar.config import ConfigError
 from jaxpar.config.options import check_ranges
 from jaxpar.inference import speculative
@@ -30,7 +31,7 @@ def check(options: SampleOptions) -> None:
     require(all(options.prompt), "--prompt", "", "must not be empty", '"def "')
     check_ranges(options)
     rule = f"stores texts in a run's folder, but {options.run} has no checkpoint"
-    runs = not options.save or bool(checkpoint.saved_steps(options.run))
+    runs = not options.save or bool(saved_steps(options.run))
     require(runs, "--save", True, rule, "only with a run")
     check_sampling(how)
 
@@ -67,7 +68,7 @@ def sample(options: SampleOptions) -> None:
     """Print each prompt, followed by the text that the model generates."""
     check(options)
     speculate = options.speculate == "auto"
-    where = options.run, checkpoint.step_of(options.run, options.step), options.tensor
+    where = options.run, step_of(options.run, options.step), options.tensor
     weights, code = options.weights, options.code
     model = load(*where, log, modules=speculate, weights=weights, code=code)
     cfg, tokenizer = model.cfg, model.tokenizer

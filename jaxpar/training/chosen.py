@@ -15,8 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxpar import checkpoint
-from jaxpar.checkpoint.saved import damage
+from jaxpar.checkpoint.integrity import Damaged
+from jaxpar.checkpoint.saved import (
+    Saved,
+    damage,
+    read_saved,
+    read_whole,
+    saved_steps,
+    starting_step,
+)
 from jaxpar.config import Config, ConfigError, DistillConfig, flag, value_of
 from jaxpar.config.json_reader import UnreadableJson, read_json_object
 from jaxpar.config.layout.teacher import FIELD as TEACHER
@@ -49,7 +56,7 @@ class Chosen:
 type Choice = Mapping[str, Chosen]
 
 
-def choose(cfg: Config, saved: checkpoint.Saved | None) -> dict[str, Chosen]:
+def choose(cfg: Config, saved: Saved | None) -> dict[str, Chosen]:
     """Choose the weights of other runs for a run: those that it has used so far, or the newest.
 
     Reads no weight. A new run whose `run.init_from` is neither a run nor published gets a choice
@@ -80,8 +87,8 @@ def choose_together(
     def work() -> Choice:
         if copies:
             return choose(cfg, copies[0].saved)
-        step = checkpoint.starting_step(cfg) if in_folder else None
-        saved = None if step is None else checkpoint.read_saved(cfg.run.dir, step)
+        step = starting_step(cfg) if in_folder else None
+        saved = None if step is None else read_saved(cfg.run.dir, step)
         return choose(cfg, saved)
 
     return of_first_process(work, seconds)
@@ -113,7 +120,7 @@ def recorded_in(cfg: Config, folder: Path, step: int | None) -> dict[str, Chosen
     Args:     cfg: of the run. step: the checkpoint that records them. None: manifest.json does.
     Raises:   ConfigError as `found_again`.
     """
-    recorded = of_saved(None if step is None else checkpoint.read_saved(folder, step))
+    recorded = of_saved(None if step is None else read_saved(folder, step))
     if not recorded:
         with contextlib.suppress(OSError, UnreadableJson):
             recorded = from_json(read_json_object(folder / "manifest.json").get("weights_from", {}))
@@ -138,7 +145,7 @@ def from_json(values: Mapping[str, Mapping[str, Any]]) -> dict[str, Chosen]:
     }
 
 
-def of_saved(saved: checkpoint.Saved | None) -> dict[str, Chosen]:
+def of_saved(saved: Saved | None) -> dict[str, Chosen]:
     """Return the choice that a checkpoint records."""
     return {} if saved is None else from_json(saved.weights_from)
 
@@ -152,7 +159,7 @@ def folder_of(field: str, chosen: Chosen) -> Path:
 
     folder = run_at(field, chosen.run, step=chosen.step)
     assert folder is not None and chosen.step is not None
-    steps = checkpoint.saved_steps(folder)
+    steps = saved_steps(folder)
     if chosen.step not in steps:
         rule = f"has no checkpoint of step {chosen.step} in {process()}: there {_are(steps)}"
         raise ConfigError(field, chosen.run, rule, "let every host see the same folder")
@@ -174,7 +181,7 @@ def found_again(field: str, cfg: Config, recorded: Chosen) -> Chosen:
     """
     named = value_of(cfg, field) or recorded.run
     folder = _run(field, named, recorded.step)
-    steps = [] if folder is None else checkpoint.saved_steps(folder)
+    steps = [] if folder is None else saved_steps(folder)
     step = _step_with(folder, recorded.weights, recorded.step)
     if step is not None:
         return Chosen(named, step, recorded.weights)
@@ -188,7 +195,7 @@ def found_again(field: str, cfg: Config, recorded: Chosen) -> Chosen:
     raise ConfigError(field, named, rule, fix)
 
 
-def initial_again(cfg: Config, saved: checkpoint.Saved | None) -> dict[str, Chosen]:
+def initial_again(cfg: Config, saved: Saved | None) -> dict[str, Chosen]:
     """Find the weights that a run began with, which resumes and needs them again.
 
     Raises:   as `found_again`.
@@ -205,7 +212,7 @@ def initial_again(cfg: Config, saved: checkpoint.Saved | None) -> dict[str, Chos
 
 def digest(folder: Path, step: int) -> str:
     """Return a hash of the model and the weights of a checkpoint, from its metadata."""
-    saved = checkpoint.read_saved(folder, step)
+    saved = read_saved(folder, step)
     weights = {k: v for k, v in sorted(saved.fingerprints.items()) if k.startswith("params/")}
     parts: list[Any] = [weights, saved.config["model"]]
     if lora := saved.config.get("lora"):
@@ -235,7 +242,7 @@ def _teacher(cfg: Config, distill: DistillConfig, recorded: Chosen | None) -> Ch
         fix = f"use {flag(CACHE, '')} and that teacher, or a cache of what it says"
         raise ConfigError(CACHE, distill.cache, rule, fix)
     folder = _run(TEACHER, named, None)
-    steps = checkpoint.saved_steps(folder) if folder is not None else []
+    steps = saved_steps(folder) if folder is not None else []
     if recorded is not None or not steps:  # the cache is enough
         return Chosen(named, None if recorded is None else recorded.step, about.teacher)
     step = _step_with(folder, about.teacher)
@@ -252,8 +259,8 @@ def _newest(field: str, named: str) -> Chosen:
     Raises:   ConfigError for a teacher that is no run.
     """
     folder = _run(field, named, None)
-    if folder is not None and folder.is_dir() and checkpoint.saved_steps(folder):
-        step = checkpoint.read_whole(folder, None, lambda step: step)
+    if folder is not None and folder.is_dir() and saved_steps(folder):
+        step = read_whole(folder, None, lambda step: step)
         return Chosen(named, step, digest(folder, step))
     if field == TEACHER:
         rule, fix = "is not a run with a checkpoint", "use the folder of a run"
@@ -286,9 +293,9 @@ def _step_with(folder: Path | None, weights: str, first: int | None = None) -> i
     """
     if folder is None:
         return None
-    steps = checkpoint.saved_steps(folder)[::-1]
+    steps = saved_steps(folder)[::-1]
     for step in sorted(steps, key=lambda step: step != first):
-        with contextlib.suppress(checkpoint.Damaged, ConfigError):
+        with contextlib.suppress(Damaged, ConfigError):
             if not damage(folder, step) and digest(folder, step) == weights:
                 return step
     return None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxpar.checkpoint import Saved
+from jaxpar.checkpoint.saved import Saved
 from jaxpar.config import Config, ConfigError, flag, value_of
 from jaxpar.config.layout.fields import ALL, FIELDS, fixed_layout_fields
 from jaxpar.config.listed import written

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpar.checkpoint import Saved, best
+from jaxpar.checkpoint import best
+from jaxpar.checkpoint.saved import Saved
 from jaxpar.config import Config, ConfigError, EvaluationSet, replace
 from jaxpar.config.lists.held_out_sets import HELD_OUT, TEST, held_out_sets
 from jaxpar.config.lists.step_sizes import without_schedules

@@ -24,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.loading import restore_params
+from jaxpar.checkpoint.saved import saved_config
 from jaxpar.config import Config, present, replace
 from jaxpar.config.layout.teacher import FIELD, config_of_teacher
 from jaxpar.data.pairs import PairLoader, places_of
@@ -134,7 +135,7 @@ class Teacher:
         Raises:   ConfigError if its model does not fit the student; as `folder_of`.
         """
         self._mesh, self.chosen, self._folder = mesh, chosen, folder_of(FIELD, chosen)
-        there = checkpoint.load_config(self._folder, chosen.step)
+        there = saved_config(self._folder, chosen.step)
         self._lora = there.lora
         self.cfg = config_of_teacher(cfg, there)
         d = present(cfg.distill)
@@ -150,7 +151,7 @@ class Teacher:
     def load(self) -> None:
         """Read the teacher's weights, merged with its adapters."""
         there = replace(self.cfg, lora=self._lora)
-        params = checkpoint.restore_params(self._folder, there, self._mesh, self.chosen.step)
+        params = restore_params(self._folder, there, self._mesh, self.chosen.step)
         self._params = adapters.merge(params, there, self._mesh)
 
     def attach(self, batch: Batch) -> Batch:

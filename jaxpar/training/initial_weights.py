@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh
 
-from jaxpar import checkpoint
-from jaxpar.checkpoint import Saved
-from jaxpar.checkpoint.saved import CARRIED
+from jaxpar.checkpoint.loading import restore_params
+from jaxpar.checkpoint.saved import CARRIED, MODEL_FIELDS, Saved, read_saved, saved_config
 from jaxpar.config import Config, ConfigError, LoraConfig, flag, replace, value_of
 from jaxpar.config.layers import with_classes_of
 from jaxpar.config.lists.init_changes import may_change
@@ -72,11 +71,11 @@ def find(cfg: Config, chosen: Chosen | None) -> Origin | None:
         from jaxpar.checkpoint.loading import check_model
 
         folder = folder_of(INITIAL, chosen)
-        there = checkpoint.load_config(folder, chosen.step)
+        there = saved_config(folder, chosen.step)
         model = with_classes_of(there.model, cfg.model)  # reading a run imports no code
         there = dataclasses.replace(there, model=model)
         changes, _ = _changes(cfg, there)
-        saved = checkpoint.read_saved(folder, chosen.step)
+        saved = read_saved(folder, chosen.step)
         check_model(replace(cfg, lora=there.lora), saved, folder, "set it back")
         return Origin(folder, chosen.step, None, there.lora, changes, named=named)
     from jaxpar.checkpoint.by_place import LayerPlaces, check_shapes
@@ -132,7 +131,7 @@ def state(cfg: Config, mesh: Mesh, origin: Origin | None, log: Callable[[str], N
             params = to_running(TrainState((), logical, ()), cfg).params
     else:
         there = replace(cfg, lora=origin.lora)
-        params = checkpoint.restore_params(origin.folder, there, mesh, origin.step)
+        params = restore_params(origin.folder, there, mesh, origin.step)
         params = adapters.merge(params, there, mesh)
     return state_of(adapters.add_fresh(params, cfg, mesh), cfg, mesh)
 
@@ -166,7 +165,7 @@ def _changes(cfg: Config, there: Config) -> "tuple[str, LayerPlaces]":
     from jaxpar.checkpoint.by_place import LayerPlaces
 
     places = LayerPlaces.of(cfg, to_values(there))
-    differing = [p for p in checkpoint.MODEL_FIELDS if value_of(cfg, p) != value_of(there, p)]
+    differing = [p for p in MODEL_FIELDS if value_of(cfg, p) != value_of(there, p)]
     if not differing:
         places.check_changes(cfg.run.init_from, "set it back", functools.partial(may_change, cfg))
         changed = (f"{path} {then} -> {now}" for path, then, now in places.changes())

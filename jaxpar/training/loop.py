@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.saved import read_saved, saved_steps
 from jaxpar.monitoring.goodput import (
     RESTORED,
     Recorder,
@@ -118,7 +118,7 @@ def train(run: Run, watch: Watchdog, records: RunRecords, store: "RunInStore | N
             if store is not None:
                 store.bring_newest()
             state, step = rewind(run.cfg, run.mesh, run.loader, run.initial.again, found, log)
-            saved = None if step is None else checkpoint.read_saved(run.dir, step)
+            saved = None if step is None else read_saved(run.dir, step)
             run.go_on_from(saved)
             start = Start(state, step, saved)
             spent.goes_on_from(step or 0)
@@ -164,7 +164,7 @@ def attempt(
 
 def stopped_without_saving(folder: Path, stop: signals.StopRequest, spike: exit_codes.Spike) -> int:
     """Log that the run stops before it has rewound. Returns the exit code of a stop."""
-    saved = checkpoint.saved_steps(folder)
+    saved = saved_steps(folder)
     there = f"resumes from the checkpoint of step {saved[-1]}" if saved else "starts over"
     log(f"{stop.received}: {spike}; stopped without saving; the same command {there}")
     return exit_codes.EXIT_PREEMPTED

@@ -6,8 +6,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from jaxpar import checkpoint
-from jaxpar.checkpoint.saved import damage
+from jaxpar.checkpoint.saved import checkpoint_folder, damage, read_saved, saved_steps
 from jaxpar.checkpoint.shards import LAYOUT
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.rules.paths import FIELD, absolute, read_address
@@ -99,7 +98,7 @@ class RunInStore:
 
     def _require_no_checkpoint(self) -> None:
         """Raises:   ConfigError for a folder with checkpoints that no other host can download."""
-        if checkpoint.saved_steps(self._folder):
+        if saved_steps(self._folder):
             rule = f"has checkpoints, which are not in {self._address}, and not on every host"
             fix = "use a new --run.dir, or continue the run on this host alone, which uploads it"
             raise ConfigError("run.dir", str(self._folder), rule, fix)
@@ -157,7 +156,7 @@ class RunInStore:
         uploader.wait(REWIND_SECONDS)
         peers.any_process(False)
         step = self._bring() or 0
-        for place in sorted(checkpoint.folder(self.own).glob("*")):
+        for place in sorted(checkpoint_folder(self.own).glob("*")):
             if (steps.step_of(place.name) or 0) > step:  # it is saved again
                 shutil.rmtree(place)
 
@@ -192,5 +191,5 @@ def stored(cfg: Config) -> Iterator[RunInStore]:
 def _best(folder: Path) -> int:
     """Return the step of the best evaluation, as the last checkpoint knows it; 0 for none."""
     with contextlib.suppress(RunError, ConfigError):
-        return int(checkpoint.read_saved(folder).best.get("step", 0))
+        return int(read_saved(folder).best.get("step", 0))
     return 0

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.copies import HostCopy
 from jaxpar.config import Config
 from jaxpar.config.lists.step_sizes import in_words
 from jaxpar.execution.decisions import execution_of
@@ -233,7 +233,7 @@ class Prepared:
     evaluation: Evaluation
     replicas: "ReplicaCheck | None"
     """None for a run that does not compare its replicas."""
-    host: checkpoint.HostCopy
+    host: HostCopy
     memory: "MemoryCheckpointer | None"
     schedule: Callable[[int], float]
     """The learning rate after a number of updates."""
@@ -256,7 +256,7 @@ def programs_of(run: Run, start: Start, record: Callable[..., None]) -> Iterator
     """
     cfg, like = run.cfg, jax.tree.map(without_values, start.state)
     saved = abstract_snapshot(start.state, run.cfg, run.mesh).saved
-    with checkpoint.HostCopy(saved) as host, _memory(run, start, record) as memory:
+    with HostCopy(saved) as host, _memory(run, start, record) as memory:
         evaluation = Evaluation(cfg, run.mesh, run.held_out, run.max_segments, host.paused)
         train_step, replicas = StepPrograms(run, host.paused), _replica_check(run)
 

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.integrity import Damaged
+from jaxpar.checkpoint.loading import check_resumable, restore_latest
+from jaxpar.checkpoint.saved import Saved, changed_fields, read_saved, starting_step
 from jaxpar.components.experts import experts_in
 from jaxpar.config import Config, ConfigError, layers
 from jaxpar.config.listed import written
@@ -88,7 +90,7 @@ class Run:
     def open(
         cls,
         cfg: Config,
-        start: Callable[[Config], int | None] = checkpoint.starting_step,
+        start: Callable[[Config], int | None] = starting_step,
         *,
         in_folder: bool = True,
         copies: "Sequence[FoundCopy]" = (),
@@ -113,7 +115,7 @@ class Run:
         first = copies[0].group.step if copies else on_disk
         saved = None
         if first is not None:
-            saved = copies[0].saved if copies else checkpoint.read_saved(folder, first)
+            saved = copies[0].saved if copies else read_saved(folder, first)
         given = with_epochs(cfg)
         count = jax.device_count() if devices is None else len(devices)
         cfg = resolve(elastic.same_rows(given, saved, count), count)
@@ -131,10 +133,10 @@ class Run:
         changed: dict[str, tuple[Any, Any]] = {}
         if saved is not None:
             shape_of = copies[0].shapes.__getitem__ if copies else None
-            checkpoint.check_resumable(cfg, saved, shape_of)
+            check_resumable(cfg, saved, shape_of)
             changed = {
                 path: values
-                for path, values in checkpoint.changed_fields(cfg, saved).items()
+                for path, values in changed_fields(cfg, saved).items()
                 if path != layers.FIELD  # whose places are printed
             }
             loader.skipped = loader.skipped.and_also(saved.skipped_batches, saved.rewinds)
@@ -189,7 +191,7 @@ class Run:
         return config_of(self.cfg, StepSize(0, rows, length))
 
     @property
-    def in_memory(self) -> checkpoint.Saved | None:
+    def in_memory(self) -> Saved | None:
         """The metadata of the copy in memory that the run resumes from; None for a checkpoint."""
         return self.copies[0].saved if self.copies else None
 
@@ -266,7 +268,7 @@ class Run:
                 test_top_k(self.cfg, log)
             self.startup.ended("top-k self-test")
 
-    def go_on_from(self, saved: checkpoint.Saved | None) -> None:
+    def go_on_from(self, saved: Saved | None) -> None:
         """Have the data go on from where a state was saved; None: from the start."""
         self.loader.go_on(None if saved is None else saved.position, str(saved))
 
@@ -321,13 +323,13 @@ class Run:
                 assert self.memory is not None  # it has been asked for copies
                 state = restore(self.cfg, self.mesh, self.memory.place, copy)
                 return Start(state, copy.group.step, copy.saved, copy), "memory"
-            except checkpoint.Damaged as error:
+            except Damaged as error:
                 log(f"WARNING    {error}")
         if self.on_disk is None:
             origin = self.initial.again()
             return Start(initial_weights.state(self.cfg, self.mesh, origin, log)), "nothing"
-        state, step = checkpoint.restore_latest(self.cfg, self.mesh)
-        return Start(state, step, checkpoint.read_saved(self.dir, step)), "checkpoint"
+        state, step = restore_latest(self.cfg, self.mesh)
+        return Start(state, step, read_saved(self.dir, step)), "checkpoint"
 
 
 class Start(NamedTuple):
@@ -336,7 +338,7 @@ class Start(NamedTuple):
     state: TrainState
     step: int | None = None
     """Its step; None for the initial state."""
-    saved: checkpoint.Saved | None = None
+    saved: Saved | None = None
     """The metadata of the copy or the checkpoint that it was read from."""
     copy: "FoundCopy | None" = None
     """The copy in memory that it was read from."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.saved import starting_step
 from jaxpar.config import Config, replace
 from jaxpar.config.serialize import to_json
 from jaxpar.data.skips import SKIPPED_FILE
@@ -88,7 +88,7 @@ def opened(run: Run, environment: list[str], lease: "Lease | None" = None) -> It
         lock = RunLock(run.dir, min(WAIT_SECONDS, seconds / 2))  # before the watchdog's limit
         records = RunRecords(run.dir, lock, lease)
         try:
-            if checkpoint.starting_step(run.cfg) != run.on_disk:
+            if starting_step(run.cfg) != run.on_disk:
                 rule = "has a new checkpoint from a run that has just ended"
                 raise exit_codes.RunError(f"run.dir {run.cfg.run.dir} {rule}. Fix: start again")
             manifest.write(run, [*environment, *lock.warnings], records=records)

@@ -15,7 +15,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.loading import restore_latest
+from jaxpar.checkpoint.saved import saved_steps
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.lists.step_sizes import sequences_before
 from jaxpar.data.loader import Loader
@@ -182,7 +183,7 @@ def rewind(
     Raises:   BadNumerics after too many rewinds.
     """
     g, skipped = cfg.guard, loader.skipped
-    steps = checkpoint.saved_steps(cfg.run.dir)
+    steps = saved_steps(cfg.run.dir)
     if skipped.rewinds >= g.max_rewinds:
         rule = f"the run has rewound {g.max_rewinds} times, the limit of guard.max_rewinds"
         raise exit_codes.BadNumerics(
@@ -195,7 +196,7 @@ def rewind(
         write_skipped(Path(cfg.run.dir), loader.skipped)
     step: int | None = None
     if steps:
-        state, step = checkpoint.restore_latest(cfg, mesh)
+        state, step = restore_latest(cfg, mesh)
     else:
         state = initial_weights.state(cfg, mesh, origin(), log)
     log(f"rewound to step {step or 0}; batches {first} to {last} are skipped")

@@ -3,7 +3,7 @@
 import math
 import sys
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.saved import read_saved, saved_steps
 from jaxpar.config import Config, ConfigError, flag, replace
 from jaxpar.data.formats.meta import TRAIN
 from jaxpar.data.sources import open_sources
@@ -23,8 +23,8 @@ def with_vocabulary(cfg: Config) -> Config:
     """
     if cfg.model.vocab_size:
         return cfg
-    if steps := checkpoint.saved_steps(cfg.run.dir):
-        size = checkpoint.read_saved(cfg.run.dir, steps[-1]).config["model"]["vocab_size"]
+    if steps := saved_steps(cfg.run.dir):
+        size = read_saved(cfg.run.dir, steps[-1]).config["model"]["vocab_size"]
         return _chosen(cfg, size, f"that of the run in {cfg.run.dir}")
     if cfg.run.init_from:
         rule = f"must be that of the weights in run.init_from = {cfg.run.init_from}"

@@ -15,7 +15,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.copies import HostCopy
+from jaxpar.checkpoint.loading import restore
+from jaxpar.checkpoint.saved import checkpoint_folder
+from jaxpar.checkpoint.saving import Checkpointer
 from jaxpar.config.serialize import from_json
 from jaxpar.config.validate import resolve
 from jaxpar.runtime import start as runtime
@@ -66,14 +69,14 @@ def main() -> None:
     step = jax.jit(lambda s: jax.tree.map(lambda a: a + jnp.ones((), a.dtype), s), donate_argnums=0)
     silent = lambda text: None  # noqa: E731
     with (
-        checkpoint.HostCopy(vars(now)) as host,
-        checkpoint.Checkpointer(cfg, silent, host=host) as saver,
+        HostCopy(vars(now)) as host,
+        Checkpointer(cfg, silent, host=host) as saver,
     ):
         host.begin()
         saver.prepare(now)
         for number in range(options.saves):  # the step that the state counts
             if options.one_on_disk:
-                shutil.rmtree(checkpoint.folder(cfg.run.dir) / str(number - 1), ignore_errors=True)
+                shutil.rmtree(checkpoint_folder(cfg.run.dir) / str(number - 1), ignore_errors=True)
             copied = 0.0 if options.no_copy else copy_seconds(now)
             began = time.perf_counter()
             saver.save(now, number, 0)
@@ -90,7 +93,7 @@ def main() -> None:
             )
     del now
     began = time.perf_counter()
-    jax.block_until_ready(checkpoint.restore(cfg, mesh))
+    jax.block_until_ready(restore(cfg, mesh))
     whole = time.perf_counter() - began
     print(f"restored and compared in {whole:.2f} s, {num_bytes / 1e9 / whole:.2f} GB/s")
 

@@ -12,11 +12,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint
 from jaxpar.certification import bisect, replay, step_inputs
 from jaxpar.certification.bisect import Bisection
 from jaxpar.certification.options import BisectOptions
 from jaxpar.certification.step_inputs import RunDifference
+from jaxpar.checkpoint.loading import restore
+from jaxpar.checkpoint.saved import read_saved, saved_config
+from jaxpar.checkpoint.saving import Checkpointer
 from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.fields import default_of, optional_sections, switch_of
@@ -105,13 +107,13 @@ def test_a_dtype(found, train):
 def test_a_weight_changed_by_a_unit_in_the_last_place(found, a, tmp_path, only_devices):
     run = tmp_path / "run"
     shutil.copytree(a, run)
-    cfg = replace(checkpoint.load_config(run, 2), **{"run.dir": str(run)})
+    cfg = replace(saved_config(run, 2), **{"run.dir": str(run)})
     shutil.rmtree(run / "checkpoints")
     (run / "recent.jsonl").write_text(
         "".join((a / "recent.jsonl").read_text().splitlines(keepends=True)[:2])
     )
     mesh = make_mesh(cfg.parallel, jax.devices()[:1])
-    state = checkpoint.restore(replace(cfg, **{"run.dir": str(a)}), mesh, 2)
+    state = restore(replace(cfg, **{"run.dir": str(a)}), mesh, 2)
     flat, tree = jax.tree_util.tree_flatten_with_path(state.params)
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
     arrays = [leaf for _, leaf in flat]
@@ -121,8 +123,8 @@ def test_a_weight_changed_by_a_unit_in_the_last_place(found, a, tmp_path, only_d
     arrays[at] = jax.device_put(moved, arrays[at].sharding)
     params = jax.tree_util.tree_unflatten(tree, arrays)
     changed: TrainState = dataclasses.replace(state, params=params)
-    with checkpoint.Checkpointer(cfg, log=lambda _: None) as saver:
-        saver.save(changed, 2, checkpoint.read_saved(a, 2).tokens_seen)
+    with Checkpointer(cfg, log=lambda _: None) as saver:
+        saver.save(changed, 2, read_saved(a, 2).tokens_seen)
     result = found(run)
     assert result.step == 3
     cause = cause_of(result)

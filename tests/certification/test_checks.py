@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 
-from jaxpar import checkpoint
 from jaxpar.certification import (
     checkpoints,
     data_order,
@@ -22,6 +21,7 @@ from jaxpar.certification import (
 )
 from jaxpar.certification.meshes import parse_meshes, resolve_meshes
 from jaxpar.certification.results import Check, Result, Subject
+from jaxpar.checkpoint.loading import restore
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.schema.items import StepShare
@@ -198,13 +198,11 @@ def test_moments_in_the_order_of_the_mesh_are_found(monkeypatch):
 
 
 def test_moments_that_are_not_restored_are_found(monkeypatch):
-    real = checkpoint.restore
-
-    def restore(cfg, mesh):
-        state = real(cfg, mesh)
+    def cleared(cfg, mesh):
+        state = restore(cfg, mesh)
         return dataclasses.replace(state, opt_state=jax.tree.map(jnp.zeros_like, state.opt_state))
 
-    monkeypatch.setattr(checkpoint, "restore", restore)
+    monkeypatch.setattr(checkpoints, "restore", cleared)
     (found,) = wrong(checkpoints.checkpoints, subject())
     assert "state once loaded of opt_state" in found
 

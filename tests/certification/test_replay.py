@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxpar.certification import replay
-from jaxpar.checkpoint.saved import METADATA, folder, saved_steps
+from jaxpar.checkpoint.saved import METADATA, checkpoint_folder, saved_steps
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.monitoring.recent_steps import RECENT_FILE, bits, read_recent
 from jaxpar.runtime import exit_codes
@@ -153,7 +153,7 @@ def test_damaged_checkpoints_are_passed_over(run, again, capsys):
     steps = saved_steps(run)
     number = steps[1] + 1
     for step in steps[1:]:
-        (folder(run) / str(step) / METADATA).write_text("[")
+        (checkpoint_folder(run) / str(step) / METADATA).write_text("[")
     assert again(number) == "nothing wrong: the step repeats bit for bit"
     told = capsys.readouterr()
     assert f"from step {steps[0]} on mesh data=2" in told.out

@@ -9,12 +9,13 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint
 from jaxpar.certification import traces
 from jaxpar.checkpoint.averaging import AveragedCheckpoint, opened_weights, write_average
 from jaxpar.checkpoint.inspection import verify
 from jaxpar.checkpoint.integrity import Damaged
-from jaxpar.checkpoint.saved import CARRIED
+from jaxpar.checkpoint.loading import check_resumable, restore_params
+from jaxpar.checkpoint.saved import CARRIED, checkpoint_folder, read_saved, saved_config
+from jaxpar.checkpoint.saving import Checkpointer
 from jaxpar.commands import call
 from jaxpar.config import ConfigError, replace
 from jaxpar.config.command_line import read_config
@@ -35,7 +36,7 @@ def write_run(folder: Path, config_file: str, devices: int, seed: int, **fields)
     cfg = resolve(replace(cfg, **{"parallel.data": devices}, **fields), devices)
     mesh = make_mesh(cfg.parallel, jax.devices()[:devices])
     like, rng = state.abstract_logical(cfg, mesh), np.random.default_rng(seed)
-    with quickly_computed(), checkpoint.Checkpointer(cfg) as saver:
+    with quickly_computed(), Checkpointer(cfg) as saver:
         for step in (1, 2, 3):
             made = jax.tree.map(lambda a: (rng.normal(size=a.shape) / 9).astype(a.dtype), like)
             made = dataclasses.replace(made, step=np.int32(step))
@@ -53,9 +54,9 @@ def run(write_config, tmp_path_factory) -> str:
 
 
 def weights_of(run: str | Path, step: int, weights: Weights = "trained"):
-    cfg = replace(checkpoint.load_config(run, step), **{"parallel.data": 1})
+    cfg = replace(saved_config(run, step), **{"parallel.data": 1})
     mesh = make_mesh(cfg.parallel, jax.devices()[:1])
-    found = traces.to_host(checkpoint.restore_params(run, cfg, mesh, step, weights))
+    found = traces.to_host(restore_params(run, cfg, mesh, step, weights))
     return {name: array.astype(np.float64) for name, array in found.items()}
 
 
@@ -94,9 +95,7 @@ def test_every_program_reads_it(run, tmp_path, config_file, capsys):
     for name, array in traces.to_host(started.params).items():
         assert np.array_equal(array, wanted[name])
     with pytest.raises(ConfigError, match="contains imported weights in the checkpoint of step 0"):
-        checkpoint.check_resumable(
-            replace(cfg, **{"run.dir": str(new)}), checkpoint.read_saved(new)
-        )
+        check_resumable(replace(cfg, **{"run.dir": str(new)}), read_saved(new))
     metadata = json.loads((new / "checkpoints" / "0" / "_CHECKPOINT_METADATA").read_text())
     origin = {"run": run, "steps": [2, 3], "weights": "trained"}
     assert metadata["custom_metadata"]["averaged_from"] == origin
@@ -135,10 +134,10 @@ def test_what_cannot_be_averaged_is_one_error_and_makes_nothing(run, tmp_path, c
 
 
 def test_damage_that_only_the_values_show(run, tmp_path):
-    saved = checkpoint.read_saved(run, 3)
+    saved = read_saved(run, 3)
     wrong = saved.fingerprints | {"params/layers/wq": "0" * 16}
     sources = [
-        AveragedCheckpoint(checkpoint.folder(run) / "3", known)
+        AveragedCheckpoint(checkpoint_folder(run) / "3", known)
         for known in (wrong, saved.fingerprints)
     ]
     opened = [opened_weights(source, weights="trained") for source in sources]

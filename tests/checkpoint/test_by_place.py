@@ -6,8 +6,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint, config
+from jaxpar import config
 from jaxpar.checkpoint import loading
+from jaxpar.checkpoint.loading import check_resumable, restore, restore_params
+from jaxpar.checkpoint.saved import read_saved
+from jaxpar.checkpoint.saving import Checkpointer
 from jaxpar.components.attention import QkNorm
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.validate import resolve
@@ -101,7 +104,7 @@ def test_layers_with_other_names_keep_their_arrays(setup, capfd, layers, before,
     there, mesh = setup(DEEP, **before)
     then = logical(save(there, mesh, 3), there)
     cfg, mesh = setup(layers, **after)
-    found = checkpoint.restore(cfg, mesh)
+    found = restore(cfg, mesh)
     assert_by_place(logical(found, cfg), cfg, then, there)
     assert jax.tree.map(lambda a: a.sharding, found) == state.state_shardings(cfg, mesh)
     said = capfd.readouterr().out
@@ -115,13 +118,13 @@ def test_a_checkpoint_of_the_new_layers_is_read_by_the_old_ones(setup, tmp_path,
     there, mesh = setup(DEEP, **{"optimizer.name": rule})
     then = save(there, mesh, 3)
     cfg, _ = setup(MIXED, **{"optimizer.name": rule})
-    now = checkpoint.restore(cfg, mesh)
+    now = restore(cfg, mesh)
     cfg = config.replace(cfg, **{"run.dir": str(tmp_path / "changed")})
-    with checkpoint.Checkpointer(cfg) as checkpointer:
+    with Checkpointer(cfg) as checkpointer:
         checkpointer.save(now, 3, tokens_seen=0)
-    assert_same_bits(checkpoint.restore(cfg, mesh), now)
+    assert_same_bits(restore(cfg, mesh), now)
     back = config.replace(there, **{"run.dir": cfg.run.dir})
-    assert_same_bits(checkpoint.restore(back, mesh), then)
+    assert_same_bits(restore(back, mesh), then)
 
 
 #: In layers that had none of them, and beside layers that had.
@@ -136,7 +139,7 @@ def test_new_weights_begin_as_in_a_new_run(setup, capfd, layers, changed, new):
     there, mesh = setup(layers, **AVERAGE)
     then = logical(save(there, mesh, 3), there)
     cfg, mesh = setup(changed, **AVERAGE, **{"parallel.data": 2})
-    now = logical(checkpoint.restore(cfg, mesh), cfg)
+    now = logical(restore(cfg, mesh), cfg)
     assert_by_place(now, cfg, then, there)
     initial = trees_of(logical(state.init_state(cfg, mesh), cfg))
     names = {"q_norm", "k_norm", "sinks"}
@@ -155,7 +158,7 @@ def test_weights_that_a_layer_no_longer_has_are_dropped(setup, capfd):
     there, mesh = setup([NORMED, BLOCK] * 2)
     then = logical(save(there, mesh, 3), there)
     cfg, mesh = setup([LOCAL, BLOCK] * 2)
-    now = logical(checkpoint.restore(cfg, mesh), cfg)
+    now = logical(restore(cfg, mesh), cfg)
     for new, old in zip(of_layers(now.params, cfg), of_layers(then.params, there), strict=True):
         assert_same_bits(new, {name: old[name] for name in new})
     said = capfd.readouterr().out
@@ -200,9 +203,9 @@ def test_other_changes_are_refused_before_an_array_is_read(setup, monkeypatch, l
     cfg, mesh = setup(layers)
     monkeypatch.setattr(loading, "_load_whole", None)
     with pytest.raises(ConfigError, match=said):
-        checkpoint.check_resumable(cfg, checkpoint.read_saved(cfg.run.dir))
+        check_resumable(cfg, read_saved(cfg.run.dir))
     with pytest.raises(ConfigError, match=said):
-        checkpoint.restore(cfg, mesh)
+        restore(cfg, mesh)
 
 
 @pytest.mark.parametrize("weights", ["trained", "ema"])
@@ -210,7 +213,7 @@ def test_weights_alone(setup, weights):
     there, mesh = setup([BLOCK] * 4, **AVERAGE)
     then = trees_of(logical(save(there, mesh, 3), there))
     cfg, mesh = setup([LOCAL, BLOCK] * 2, **{"parallel.tensor": 2}, **AVERAGE)
-    found = jax.device_get(checkpoint.restore_params(cfg.run.dir, cfg, mesh, weights=weights))
+    found = jax.device_get(restore_params(cfg.run.dir, cfg, mesh, weights=weights))
     wanted = then["params" if weights == "trained" else "ema"]
     for new, old in zip(of_layers(found, cfg), of_layers(wanted, there), strict=True):
         assert_same_bits(new, old)
@@ -224,7 +227,7 @@ def test_replicas_of_diloco(setup, fields):
     there, mesh = setup([BLOCK] * 4, **DILOCO)
     then = logical(save(there, mesh, 3), there)
     cfg, mesh = setup([LOCAL, NORMED] * 2, **fields)
-    now = logical(checkpoint.restore(cfg, mesh), cfg)
+    now = logical(restore(cfg, mesh), cfg)
     pairs = [
         (0, now.params, then.params),
         (0, now.extra["diloco"]["momentum"], then.extra["diloco"]["momentum"]),
@@ -244,7 +247,7 @@ def test_errors_of_compressed_sums(setup):
     there, mesh = setup([BLOCK] * 4, **COMPRESSED)
     then = logical(save(there, mesh, 3), there).extra["feedback"]["errors"]
     cfg, mesh = setup([LOCAL, NORMED] * 2, **COMPRESSED)
-    now = logical(checkpoint.restore(cfg, mesh), cfg).extra["feedback"]["errors"]
+    now = logical(restore(cfg, mesh), cfg).extra["feedback"]["errors"]
     assert_same_bits(now["embed"], then["embed"])
     for new, old in zip(of_layers(now, cfg), of_layers(then, there), strict=True):
         assert_same_bits({n: new[n] for n in old}, old)

@@ -14,8 +14,19 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from jaxpar import checkpoint, config
-from jaxpar.checkpoint import Checkpointer, Damaged, SaveFailed, loading
+from jaxpar import config
+from jaxpar.checkpoint import loading
+from jaxpar.checkpoint.integrity import Damaged
+from jaxpar.checkpoint.loading import restore, restore_params
+from jaxpar.checkpoint.saved import (
+    changed_fields,
+    checkpoint_folder,
+    read_saved,
+    saved_config,
+    saved_steps,
+    starting_step,
+)
+from jaxpar.checkpoint.saving import Checkpointer, SaveFailed
 from jaxpar.config import Config, ConfigError, serialize
 from jaxpar.config.validate import resolve
 from jaxpar.data.formats.meta import META_FILE, SPLITS, Meta, SplitMeta, meta_to_json
@@ -113,7 +124,7 @@ def save(cfg: Config, mesh, *steps: int) -> state.TrainState:
 def test_a_round_trip_keeps_every_bit(setup, optimizer):
     cfg, mesh = setup(**{"optimizer.name": optimizer})
     saved = save(cfg, mesh, 3)
-    restored = checkpoint.restore(cfg, mesh)
+    restored = restore(cfg, mesh)
     assert_same_bits(restored, saved)
     assert jax.tree.map(lambda a: a.sharding, restored) == state.state_shardings(cfg, mesh)
 
@@ -127,7 +138,7 @@ def test_another_mesh_reads_the_same_logical_arrays_and_back(setup, tmp_path, ot
     expected = logical(save(first, first_mesh, 5), first)
 
     second, second_mesh = setup(**{"optimizer.name": rule}, **other)
-    restored = checkpoint.restore(second, second_mesh)
+    restored = restore(second, second_mesh)
     assert_same_bits(logical(restored, second), expected)
     if other is VIRTUAL:  # the running order does differ, or this proves nothing
         wq = jax.device_get(restored.params["layers"]["wq"])
@@ -137,28 +148,28 @@ def test_another_mesh_reads_the_same_logical_arrays_and_back(setup, tmp_path, ot
     with Checkpointer(moved) as checkpointer:
         checkpointer.save(restored, 5, tokens_seen=0)
     back = config.replace(first, **{"run.dir": moved.run.dir})
-    assert_same_bits(jax.device_get(checkpoint.restore(back, first_mesh)), expected)
+    assert_same_bits(jax.device_get(restore(back, first_mesh)), expected)
 
 
 def test_the_folder_alone_tells_what_was_saved(setup):
     cfg, mesh = setup()
     save(cfg, mesh, 1, 2)
-    saved = checkpoint.read_saved(cfg.run.dir)
+    saved = read_saved(cfg.run.dir)
     assert (saved.step, saved.tokens_seen) == (2, 200)
     assert set(saved.versions) == {"jaxpar", "jax"}
-    assert checkpoint.load_config(cfg.run.dir) == cfg
-    assert checkpoint.read_saved(cfg.run.dir, 1).tokens_seen == 100
-    assert int(checkpoint.restore(cfg, mesh, 1).step) == 1
+    assert saved_config(cfg.run.dir) == cfg
+    assert read_saved(cfg.run.dir, 1).tokens_seen == 100
+    assert int(restore(cfg, mesh, 1).step) == 1
     with pytest.raises(ConfigError, match=r"step = 7: .* Fix: use one of 1, 2"):
-        checkpoint.read_saved(cfg.run.dir, 7)
+        read_saved(cfg.run.dir, 7)
 
 
 def test_the_latest_and_every_kth_are_kept(setup):
     cfg, mesh = setup(**{"checkpoint.every": 2, "checkpoint.keep": 2, "checkpoint.keep_every": 4})
     save(cfg, mesh, 2, 4, 6)
-    assert checkpoint.saved_steps(cfg.run.dir) == [4, 6]
+    assert saved_steps(cfg.run.dir) == [4, 6]
     save(cfg, mesh, 8, 10, 12, 14)  # as a resumed run
-    assert checkpoint.saved_steps(cfg.run.dir) == [4, 8, 12, 14]
+    assert saved_steps(cfg.run.dir) == [4, 8, 12, 14]
 
 
 def test_a_step_is_saved_once(setup):
@@ -170,28 +181,28 @@ def test_a_step_is_saved_once(setup):
         assert checkpointer.save(random_state(cfg, mesh, 3), 3, tokens_seen=0)
         assert not checkpointer.save(random_state(cfg, mesh, 99), 3, tokens_seen=0)
         assert checkpointer.steps() == [2, 3]
-    assert_same_bits(checkpoint.restore(cfg, mesh, 2), saved)
+    assert_same_bits(restore(cfg, mesh, 2), saved)
 
 
 def test_resume(setup, monkeypatch, tmp_path):
     cfg, mesh = setup()
     names = ("auto", "never", "must")
     modes = {name: config.replace(cfg, **{"checkpoint.resume": name}) for name in names}
-    assert checkpoint.starting_step(modes["auto"]) is None
-    assert checkpoint.starting_step(modes["never"]) is None
+    assert starting_step(modes["auto"]) is None
+    assert starting_step(modes["never"]) is None
     with pytest.raises(ConfigError, match=r"checkpoint.resume = 'must': .* no finished checkpoint"):
-        checkpoint.starting_step(modes["must"])
+        starting_step(modes["must"])
     with pytest.raises(ConfigError, match=r"run.dir = .* no finished checkpoint"):
-        checkpoint.restore(cfg, mesh)
+        restore(cfg, mesh)
     assert not Path(cfg.run.dir).exists()
 
     monkeypatch.chdir(tmp_path)
     modes = {k: config.replace(c, **{"run.dir": "run"}) for k, c in modes.items()}  # relative
     save(modes["auto"], mesh, 1, 10, 9)
-    assert checkpoint.starting_step(modes["auto"]) == 10
-    assert checkpoint.starting_step(modes["must"]) == 10
+    assert starting_step(modes["auto"]) == 10
+    assert starting_step(modes["must"]) == 10
     with pytest.raises(ConfigError, match=r"checkpoint.resume = 'never': .* step 10"):
-        checkpoint.starting_step(modes["never"])
+        starting_step(modes["never"])
 
 
 @pytest.mark.parametrize(
@@ -210,7 +221,7 @@ def test_a_change_that_cannot_be_continued_is_refused_by_name(setup, path, value
     save(cfg, mesh, 4)
     changed = config.replace(cfg, **{path: value})
     with pytest.raises(ConfigError) as caught:
-        checkpoint.restore(changed, mesh)
+        restore(changed, mesh)
     assert str(caught.value) == (
         f"{path} = {value!r}: the checkpoint of step 4 has {then!r}. "
         f"Fix: use a new run.dir, or set it back to {then!r}."
@@ -221,10 +232,10 @@ def test_other_data_is_refused_wherever_it_lies(setup, tmp_path):
     cfg, mesh = setup()
     save(cfg, mesh, 4)
     copy = write_dataset(tmp_path / "copy")
-    checkpoint.restore(config.replace(cfg, **{"data.path": copy}), mesh)
+    restore(config.replace(cfg, **{"data.path": copy}), mesh)
     other = write_dataset(tmp_path / "other", eos_id=1)
     with pytest.raises(ConfigError, match=r"data.path = .* not the data of .* step 4"):
-        checkpoint.restore(config.replace(cfg, **{"data.path": other}), mesh)
+        restore(config.replace(cfg, **{"data.path": other}), mesh)
 
 
 def test_the_rest_may_change(setup):
@@ -240,8 +251,8 @@ def test_the_rest_may_change(setup):
         "compute.dtype": "float32",
     }
     changed = config.replace(cfg, **free)
-    assert_same_bits(checkpoint.restore(changed, mesh), saved)
-    differences = checkpoint.changed_fields(changed, checkpoint.read_saved(cfg.run.dir))
+    assert_same_bits(restore(changed, mesh), saved)
+    differences = changed_fields(changed, read_saved(cfg.run.dir))
     assert differences.keys() == free.keys()
     assert differences["train.num_steps"] == (1000, 5000)
 
@@ -249,32 +260,32 @@ def test_the_rest_may_change(setup):
 def test_a_field_that_the_writer_did_not_know_counts_as_its_default(setup):
     cfg, mesh = setup()
     save(cfg, mesh, 4)
-    saved = checkpoint.read_saved(cfg.run.dir)
+    saved = read_saved(cfg.run.dir)
     del saved.config["train"]["seed"], saved.config["model"]["tie_embeddings"]
-    assert checkpoint.changed_fields(cfg, saved) == {}
+    assert changed_fields(cfg, saved) == {}
     newer = config.replace(cfg, **{"model.tie_embeddings": True})
-    assert checkpoint.changed_fields(newer, saved) == {"model.tie_embeddings": (False, True)}
+    assert changed_fields(newer, saved) == {"model.tie_embeddings": (False, True)}
 
 
 def test_the_checkpoint_of_another_program_is_refused(tmp_path):
     with ocp.training.Checkpointer(tmp_path / "checkpoints") as other:
         other.save(1, {"params": np.zeros(2)})
     with pytest.raises(ConfigError, match=r"run.dir = .* step 1 was not written by jaxpar"):
-        checkpoint.load_config(tmp_path)
+        saved_config(tmp_path)
 
 
 def test_parameters_alone_for_one_device(setup, devices):
     cfg, mesh = setup(**VIRTUAL)
     expected = logical(save(cfg, mesh, 4), cfg).params
     reader = config.replace(
-        checkpoint.load_config(cfg.run.dir),
+        saved_config(cfg.run.dir),
         **{"parallel": config.ParallelConfig(data=1), "optimizer.name": "sgd", "data.path": ""},
     )
     one = make_mesh(reader.parallel, devices[:1])
-    assert_same_bits(jax.device_get(checkpoint.restore_params(cfg.run.dir, reader, one)), expected)
+    assert_same_bits(jax.device_get(restore_params(cfg.run.dir, reader, one)), expected)
     with pytest.raises(ConfigError, match=r"feed_forward\.d_ff = 48: .* Fix: set it back to 24"):
         wider = config.replace(reader, **{"model.layers.feed_forward.d_ff": 48})
-        checkpoint.restore_params(cfg.run.dir, wider, one)
+        restore_params(cfg.run.dir, wider, one)
 
 
 def test_a_parameter_that_the_checkpoint_lacks_is_missed(setup, monkeypatch):
@@ -283,20 +294,20 @@ def test_a_parameter_that_the_checkpoint_lacks_is_missed(setup, monkeypatch):
     wants_biases = config.replace(cfg, **{"model.layers.mixer.bias": True})
     monkeypatch.setattr(loading, "check_model", lambda *_: None)
     with pytest.raises(Damaged, match="not contain params/layers/bk, params/layers/bq"):
-        checkpoint.restore_params(cfg.run.dir, wants_biases, mesh)
+        restore_params(cfg.run.dir, wants_biases, mesh)
 
 
 def test_a_half_written_save_is_passed_over_and_swept_away(setup):
     cfg, mesh = setup()
     saved = save(cfg, mesh, 4)
-    half = checkpoint.folder(cfg.run.dir) / "6.orbax-checkpoint-tmp"
+    half = checkpoint_folder(cfg.run.dir) / "6.orbax-checkpoint-tmp"
     (half / "state").mkdir(parents=True)
-    assert checkpoint.starting_step(cfg) == 4
-    assert_same_bits(checkpoint.restore(cfg, mesh), saved)
+    assert starting_step(cfg) == 4
+    assert_same_bits(restore(cfg, mesh), saved)
     assert half.exists()  # reading sweeps nothing: a run may be writing it
     save(cfg, mesh, 6)
     assert not half.exists()
-    assert checkpoint.saved_steps(cfg.run.dir) == [4, 6]
+    assert saved_steps(cfg.run.dir) == [4, 6]
 
 
 def check_donation(cfg: Config, mesh) -> None:
@@ -308,7 +319,7 @@ def check_donation(cfg: Config, mesh) -> None:
         checkpointer.save(running, 4, tokens_seen=0)
         for _ in range(5):
             running = step(running)
-    assert_same_bits(jax.device_get(checkpoint.restore(cfg, mesh)), expected)
+    assert_same_bits(jax.device_get(restore(cfg, mesh)), expected)
 
 
 def test_donating_the_state_right_after_save_leaves_the_save_alone(setup):
@@ -342,11 +353,11 @@ def test_a_save_that_fails_in_the_background_is_raised_once_and_can_be_tried_aga
         assert checkpointer.save(second, 4, tokens_seen=0)
         with pytest.raises(SaveFailed, match="File too large"):
             checkpointer.wait()
-    assert checkpoint.saved_steps(cfg.run.dir) == [2]  # not deleted for want of a successor
+    assert saved_steps(cfg.run.dir) == [2]  # not deleted for want of a successor
     assert checkpointer.save(second, 4, tokens_seen=0)
     checkpointer.close()
-    assert_same_bits(checkpoint.restore(cfg, mesh), second)
-    assert checkpoint.saved_steps(cfg.run.dir) == [4]
+    assert_same_bits(restore(cfg, mesh), second)
+    assert saved_steps(cfg.run.dir) == [4]
 
 
 def test_leaving_raises_the_failure_of_the_last_save(setup):
@@ -358,7 +369,7 @@ def test_leaving_raises_the_failure_of_the_last_save(setup):
 
 def test_a_folder_that_cannot_be_written_is_noticed_at_once(setup):
     cfg, mesh = setup()
-    where = checkpoint.folder(cfg.run.dir)
+    where = checkpoint_folder(cfg.run.dir)
     with pytest.raises(SaveFailed, match="checkpoints"), Checkpointer(cfg) as checkpointer:
         where.rmdir()
         where.touch()  # a file where the folder was
@@ -391,9 +402,9 @@ def test_a_save_killed_half_way_leaves_the_one_before(setup):
         [sys.executable, "-c", KILLED_WHILE_SAVING], input=serialize.to_json(cfg), text=True
     )
     assert child.returncode == -signal.SIGKILL
-    assert 4 in checkpoint.saved_steps(cfg.run.dir)
-    assert_same_bits(checkpoint.restore(cfg, mesh, 4), saved)
-    latest = checkpoint.starting_step(cfg)  # 4, unless the kill came too late
+    assert 4 in saved_steps(cfg.run.dir)
+    assert_same_bits(restore(cfg, mesh, 4), saved)
+    latest = starting_step(cfg)  # 4, unless the kill came too late
     with Checkpointer(cfg) as checkpointer:
         assert checkpointer.save(random_state(cfg, mesh, 6), 6, tokens_seen=0) == (latest == 4)
-    assert checkpoint.starting_step(cfg) == 6
+    assert starting_step(cfg) == 6

@@ -13,10 +13,16 @@ import numpy as np
 import pytest
 import tensorstore
 
-from jaxpar import checkpoint
-from jaxpar.checkpoint import Damaged, inspection, integrity, loading, stored_arrays
-from jaxpar.checkpoint.integrity import Unreadable
-from jaxpar.checkpoint.saved import METADATA
+from jaxpar.checkpoint import inspection, integrity, loading, stored_arrays
+from jaxpar.checkpoint.integrity import Damaged, Unreadable
+from jaxpar.checkpoint.loading import restore, restore_latest
+from jaxpar.checkpoint.saved import (
+    METADATA,
+    checkpoint_folder,
+    read_saved,
+    saved_steps,
+    starting_step,
+)
 from jaxpar.commands import call
 from jaxpar.config import ConfigError, json_reader
 from tests.checkpoint.test_checkpoint import (
@@ -39,7 +45,7 @@ MESHES = {"data": DATA_2, "tensor": TENSOR_2, "virtual stages": VIRTUAL}
 
 
 def step_folder(cfg, step: int) -> Path:
-    return checkpoint.folder(cfg.run.dir) / str(step)
+    return checkpoint_folder(cfg.run.dir) / str(step)
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -72,7 +78,7 @@ def test_fingerprints_do_not_depend_on_the_mesh(setup):
     for mesh in MESHES.values():
         cfg, on = setup(**mesh)
         save(cfg, on, 3)
-        found.append(checkpoint.read_saved(cfg.run.dir).fingerprints)
+        found.append(read_saved(cfg.run.dir).fingerprints)
         shutil.rmtree(cfg.run.dir)
     assert found[0] == found[1] == found[2]
     assert {"step", "params/layers/wq", "opt_state/0/mu/layers/wq"} <= found[0].keys()
@@ -87,13 +93,13 @@ def test_each_flipped_bit_is_found(setup, count):
     for file, bit in random_bits(step_folder(cfg, 3), count, seed=0):
         flip(file, bit)
         try:
-            checkpoint.restore(reader, other)
+            restore(reader, other)
             missed.append((file.name, bit))
         except Damaged:
             pass
         flip(file, bit)
     assert missed == []
-    checkpoint.restore(reader, other)  # and whole again
+    restore(reader, other)  # and whole again
 
 
 # What Orbax was reading beside the array that failed is dropped, and says so at length.
@@ -109,7 +115,7 @@ def test_fingerprints_alone_let_no_wrong_number_through(setup, count):
     for file, bit in random_bits(folder, count, seed=1):
         flip(file, bit)
         try:
-            assert_same_bits(checkpoint.restore(cfg, mesh), saved)
+            assert_same_bits(restore(cfg, mesh), saved)
         except (Damaged, ConfigError):  # the latter where jaxpar's own key is gone
             found += 1
         flip(file, bit)
@@ -127,7 +133,7 @@ def test_swapped_elements_are_found(setup):
     raw[at : at + 4], raw[at + 4 : at + 8] = raw[at + 4 : at + 8], raw[at : at + 4]
     data.write_bytes(raw)
     with pytest.raises(Damaged):
-        checkpoint.restore(cfg, mesh)
+        restore(cfg, mesh)
 
 
 @pytest.mark.parametrize("how", ["truncate", "delete"])
@@ -144,10 +150,10 @@ def test_a_truncated_or_missing_file_is_found(setup, how):
         else:
             os.truncate(file, file.stat().st_size // 2)
         if (how, file.name) == ("delete", integrity.FILES):
-            assert_same_bits(checkpoint.restore(cfg, mesh), saved)  # the arrays tell
+            assert_same_bits(restore(cfg, mesh), saved)  # the arrays tell
         else:
             with pytest.raises(Damaged):
-                checkpoint.restore(cfg, mesh)
+                restore(cfg, mesh)
         shutil.copy2(kept / file.relative_to(folder), file)
 
 
@@ -176,23 +182,23 @@ def test_what_is_set_aside_has_a_place_of_its_own(tmp_path):
 def test_a_damaged_step_is_set_aside_and_the_one_before_is_used(setup, capfd):
     cfg, mesh = setup()
     save(cfg, mesh, 2, 4)
-    expected = logical(checkpoint.restore(cfg, mesh, 2), cfg)
+    expected = logical(restore(cfg, mesh, 2), cfg)
     (step_folder(cfg, 4) / integrity.FILES).unlink()
     damage_array(cfg, 4)
-    assert checkpoint.starting_step(cfg) == 4  # that reads no array
+    assert starting_step(cfg) == 4  # that reads no array
     reader, other = setup(**TENSOR_2)
-    state, step = checkpoint.restore_latest(reader, other)
+    state, step = restore_latest(reader, other)
     assert step == 2
     assert_same_bits(logical(state, reader), expected)
-    assert checkpoint.saved_steps(cfg.run.dir) == [2]
+    assert saved_steps(cfg.run.dir) == [2]
     told = capfd.readouterr().err
     assert "WARNING" in told and "step 4" in told and "has fingerprint" in told
     aside = Path(cfg.run.dir) / integrity.DAMAGED
     assert files_of(aside / "4") and "has fingerprint" in (aside / "4.txt").read_text()
     save(cfg, mesh, 4)  # the same step again, and damaged again
     damage_array(cfg, 4)
-    assert checkpoint.starting_step(cfg) == 2  # its list of files tells
-    checkpoint.restore_latest(cfg, mesh)
+    assert starting_step(cfg) == 2  # its list of files tells
+    restore_latest(cfg, mesh)
     assert sorted(p.name for p in aside.iterdir()) == ["4", "4-1", "4-1.txt", "4.txt"]
 
 
@@ -201,10 +207,10 @@ def test_without_a_whole_one_the_damage_is_named_and_nothing_is_moved(setup):
     save(cfg, mesh, 2, 4)
     for step in (2, 4):
         damage_array(cfg, step)
-    for attempt in (checkpoint.starting_step, lambda cfg: checkpoint.restore_latest(cfg, mesh)):
+    for attempt in (starting_step, lambda cfg: restore_latest(cfg, mesh)):
         with pytest.raises(Damaged, match=r"every checkpoint of .* step 2: .*; step 4: "):
             attempt(cfg)
-    assert checkpoint.saved_steps(cfg.run.dir) == [2, 4]
+    assert saved_steps(cfg.run.dir) == [2, 4]
 
 
 # ------------------------------------------------------------- what is no damage
@@ -215,8 +221,8 @@ def test_a_file_that_is_too_many_is_a_warning(setup, capfd):
     cfg, mesh = setup()
     saved = save(cfg, mesh, 2, 4)
     (step_folder(cfg, 4) / ".DS_Store").touch()
-    assert checkpoint.starting_step(cfg) == 4
-    state, step = checkpoint.restore_latest(cfg, mesh)
+    assert starting_step(cfg) == 4
+    state, step = restore_latest(cfg, mesh)
     assert step == 4
     assert_same_bits(state, saved)
     assert "WARNING" in (told := capfd.readouterr().err) and ".DS_Store" in told
@@ -253,10 +259,10 @@ def test_the_machines_own_trouble_moves_nothing(setup, monkeypatch, name):
         with monkeypatch.context() as patch:
             patch.setattr(*place, what)
             with pytest.raises(Unreadable, match=f"cannot be read: .*{os.strerror(number)}"):
-                checkpoint.restore_latest(cfg, mesh)
-    assert checkpoint.saved_steps(cfg.run.dir) == [2, 4]
+                restore_latest(cfg, mesh)
+    assert saved_steps(cfg.run.dir) == [2, 4]
     assert not (Path(cfg.run.dir) / integrity.DAMAGED).exists()
-    assert checkpoint.restore_latest(cfg, mesh)[1] == 4
+    assert restore_latest(cfg, mesh)[1] == 4
 
 
 def test_too_many_open_files_of_tensorstore_are_no_damage(setup, monkeypatch):
@@ -290,7 +296,7 @@ def test_metadata_that_lacks_something_is_damage_that_names_it(name, setup):
     file.write_text(json.dumps(metadata | {"custom_metadata": about}))
     integrity.write_file_list(step_folder(cfg, 2))
     with pytest.raises(Damaged, match=f"step 2 .*: its metadata has no {name}"):
-        checkpoint.read_saved(cfg.run.dir)
+        read_saved(cfg.run.dir)
 
 
 # ------------------------------------------------------------------------------- the program

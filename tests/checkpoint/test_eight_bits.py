@@ -6,8 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint
 from jaxpar.checkpoint import stored_arrays
+from jaxpar.checkpoint.loading import restore
+from jaxpar.checkpoint.saved import checkpoint_folder
 from jaxpar.model.parameters import trainable_specs
 from jaxpar.optimizer import moments
 from jaxpar.optimizer.blockwise import is_quantized
@@ -51,11 +52,11 @@ def test_another_mesh_has_the_same_codes_and_scales(setup, then, now):
     cfg, mesh = setup(**WIDE, **EIGHT, **then)
     saved = save(cfg, mesh, 3)
     changed, other_mesh = setup(**WIDE, **EIGHT, **now)
-    restored = checkpoint.restore(changed, other_mesh)
+    restored = restore(changed, other_mesh)
     to = state.state_shardings(changed, other_mesh)
     assert jax.tree.map(lambda a: a.sharding, restored) == to
     assert_same_bits(logical(restored, changed), logical(saved, cfg))
-    names = stored_arrays.array_names(checkpoint.saved.folder(cfg.run.dir) / "3")
+    names = stored_arrays.array_names(checkpoint_folder(cfg.run.dir) / "3")
     assert {f"opt_state/0/mu/layers/w_up/{kind}" for kind in ("codes", "scales")} <= set(names)
 
 
@@ -73,7 +74,7 @@ def test_moments_are_converted_to_and_from_8_bits(setup, then, now):
     cfg, mesh = setup(**(WIDE | then))
     saved = logical(save(cfg, mesh, 3), cfg)
     changed, other_mesh = setup(**(WIDE | now))
-    restored = checkpoint.restore(changed, other_mesh)
+    restored = restore(changed, other_mesh)
     to = state.state_shardings(changed, other_mesh)
     assert jax.tree.map(lambda a: a.sharding, restored) == to
     specs, o = flat(trainable_specs(changed)), changed.optimizer

@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint, config
+from jaxpar import config
+from jaxpar.checkpoint.loading import restore
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.axes import AXES
 from jaxpar.sharding.mesh import make_mesh
@@ -58,7 +59,7 @@ def assert_close(found: dict, wanted: dict) -> None:
 def test_the_same_parts_come_back_bit_for_bit(setup, capsys):
     cfg, mesh = setup()
     saved = save(cfg, mesh, STEP)
-    restored = checkpoint.restore(cfg, mesh)
+    restored = restore(cfg, mesh)
     assert_same_bits(restored, saved)
     assert jax.tree.map(lambda a: a.sharding, restored) == state.state_shardings(cfg, mesh)
     assert "diloco     " not in capsys.readouterr().out
@@ -70,7 +71,7 @@ def test_the_same_parts_come_back_bit_for_bit(setup, capsys):
 def test_with_other_parts_the_exchange_ends_at_once(setup, other, capsys):
     cfg, mesh = setup()
     saved = jax.device_get(save(cfg, mesh, STEP))
-    found = jax.device_get(checkpoint.restore(*setup(**other)))
+    found = jax.device_get(restore(*setup(**other)))
     said = capsys.readouterr().out
     assert NEW_PARTS in said
     assert_same_bits(found.extra["diloco"]["outgoing"], saved.extra["diloco"]["outgoing"])
@@ -96,7 +97,7 @@ def test_with_other_parts_the_exchange_ends_at_once(setup, other, capsys):
 def test_without_one_the_present_gradient_is_exchanged(setup, then, due, capsys):
     cfg, mesh = setup(**then)
     saved = jax.device_get(save(cfg, mesh, STEP))
-    found = jax.device_get(checkpoint.restore(*setup()))
+    found = jax.device_get(restore(*setup()))
     assert f"fragment {due} is exchanged at once" in capsys.readouterr().out
     outer, own = flat(saved.params), flat(saved.extra["diloco"]["weights"])
     gradient = fragment({k: outer[k][None] - own[k] for k in outer}, due, 2)
@@ -112,7 +113,7 @@ def test_a_run_with_nothing_under_way_reads_none(setup, steps):
     """With an overlap of one step, fragment 1 has been applied after step 3."""
     cfg, mesh = setup()
     saved = save(cfg, mesh, STEP)
-    found = checkpoint.restore(*setup(**{"diloco.overlap": steps}))
+    found = restore(*setup(**{"diloco.overlap": steps}))
     kept = {k: saved.extra["diloco"][k] for k in ("weights", "momentum")}
     assert_same_bits({k: found.extra["diloco"][k] for k in kept}, kept)
     assert len(found.extra["diloco"]) == (4 if steps else 2)
@@ -122,7 +123,7 @@ def test_a_run_with_nothing_under_way_reads_none(setup, steps):
 def test_other_replicas_have_nothing_to_exchange(setup):
     cfg, mesh = setup()
     saved = jax.device_get(save(cfg, mesh, STEP))
-    found = jax.device_get(checkpoint.restore(*setup(**{"parallel.replica": 3})))
+    found = jax.device_get(restore(*setup(**{"parallel.replica": 3})))
     assert_same_bits(found.params, saved.params)
     for name in ("outgoing", "arrived"):
         assert not any(np.any(a) for a in jax.tree.leaves(found.extra["diloco"][name])), name

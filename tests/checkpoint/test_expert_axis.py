@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxpar import checkpoint, config
+from jaxpar import config
+from jaxpar.checkpoint.loading import restore
 from jaxpar.config import Config, Experts, Glu, Layer, Router
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import make_mesh
@@ -62,4 +63,4 @@ def _move(tmp_path, devices, one, other):
     cfg, mesh = make(one)
     expected = logical(save(cfg, mesh, 5), cfg)
     cfg, mesh = make(other)
-    assert_same_bits(logical(checkpoint.restore(cfg, mesh), cfg), expected)
+    assert_same_bits(logical(restore(cfg, mesh), cfg), expected)

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import checkpoint
-from jaxpar.checkpoint import Checkpointer, SaveFailed, copies
+from jaxpar.checkpoint import copies
+from jaxpar.checkpoint.loading import restore
 from jaxpar.checkpoint.orbax_errors import MAX_BYTES, errors_file, errors_to_file
+from jaxpar.checkpoint.saved import checkpoint_folder, saved_steps
+from jaxpar.checkpoint.saving import Checkpointer, SaveFailed
 from jaxpar.config import serialize
 from tests.checkpoint.test_checkpoint import (
     assert_same_bits,
@@ -48,7 +50,7 @@ def test_saves_may_fail_within_the_budget_and_a_good_one_refills_it(setup, capfd
     detail = errors_file(cfg.run.dir)
     assert detail.read_text().count("Traceback") >= 4
     assert f"Details: {detail}" in told
-    where = checkpoint.folder(cfg.run.dir)
+    where = checkpoint_folder(cfg.run.dir)
     assert sorted(path.name for path in where.iterdir()) == ["3", "6"]  # nothing half-written
 
 
@@ -75,7 +77,7 @@ def test_without_host_memory_for_the_copy_a_save_fails_in_all_processes(
             "no memory for the copy" if whose == "its own" else "another process had no"
         ) in said
         assert saver.save(state, 2, tokens_seen=0)
-    assert checkpoint.saved_steps(cfg.run.dir) == [2]
+    assert saved_steps(cfg.run.dir) == [2]
 
 
 def test_one_failure_too_many_ends_the_run(setup):
@@ -85,7 +87,7 @@ def test_one_failure_too_many_ends_the_run(setup):
     with too_many, files_no_larger_than(1 << 20), Checkpointer(cfg) as saver:
         for step in (2, 3, 4):
             saver.save(state, step, tokens_seen=0)
-    assert checkpoint.saved_steps(cfg.run.dir) == []
+    assert saved_steps(cfg.run.dir) == []
 
 
 def test_a_failed_last_save_is_never_passed_over(setup):
@@ -98,8 +100,8 @@ def test_a_failed_last_save_is_never_passed_over(setup):
             with files_no_larger_than(1 << 20):
                 saver.save(state, 4, tokens_seen=0)
                 saver.wait()
-    assert checkpoint.saved_steps(cfg.run.dir) == [2]
-    assert_same_bits(checkpoint.restore(cfg, mesh), state)
+    assert saved_steps(cfg.run.dir) == [2]
+    assert_same_bits(restore(cfg, mesh), state)
 
 
 def test_an_error_of_training_is_not_hidden_by_one_of_saving(setup):
@@ -177,7 +179,7 @@ def test_120_saves_leave_memory_flat(setup, tmp_path):
 def test_what_was_deleted_is_saved_again(setup, capfd, what):
     cfg, mesh = setup()
     state = random_state(cfg, mesh, 2)
-    where = checkpoint.folder(cfg.run.dir)
+    where = checkpoint_folder(cfg.run.dir)
     with Checkpointer(cfg) as saver:
         for step in (1, 2):
             assert saver.save(state, step, tokens_seen=0)
@@ -186,17 +188,17 @@ def test_what_was_deleted_is_saved_again(setup, capfd, what):
         assert saver.save(state, 2, tokens_seen=0)
         saver.finish()
         assert not saver.save(state, 2, tokens_seen=0)  # it is there
-    assert checkpoint.saved_steps(cfg.run.dir) == ([1, 2] if what == "a step" else [2])
+    assert saved_steps(cfg.run.dir) == ([1, 2] if what == "a step" else [2])
     steps = "2" if what == "a step" else "1, 2"
     told = capfd.readouterr()
     assert told.err.count(f"were deleted during the run: step {steps}\n") == 1
-    assert_same_bits(checkpoint.restore(cfg, mesh), state)
+    assert_same_bits(restore(cfg, mesh), state)
 
 
 def test_nothing_is_called_saved_that_is_not_there(setup, capfd, monkeypatch):
     cfg, mesh = setup(**{"checkpoint.save_failures_allowed": 1})
     state, events = random_state(cfg, mesh, 1), []
-    where = checkpoint.folder(cfg.run.dir)
+    where = checkpoint_folder(cfg.run.dir)
     saver = Checkpointer(cfg, record=lambda event, **more: events.append(event))
     finish = saver._finish
 
@@ -214,4 +216,4 @@ def test_nothing_is_called_saved_that_is_not_there(setup, capfd, monkeypatch):
         assert "saved" not in told.out and "its files were deleted while it was" in told.err
         assert events == ["save failed"]
         assert saver.save(state, 1, tokens_seen=0)
-    assert checkpoint.saved_steps(cfg.run.dir) == [1]
+    assert saved_steps(cfg.run.dir) == [1]

@@ -4,8 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint, config
-from jaxpar.checkpoint import Checkpointer
+from jaxpar import config
+from jaxpar.checkpoint.loading import restore
+from jaxpar.checkpoint.saving import Checkpointer
 from jaxpar.config import Config
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import make_mesh
@@ -61,7 +62,7 @@ def test_a_round_trip_keeps_every_bit(setup):
     cfg, mesh = setup("top_k", 2)
     saved = save(cfg, mesh, 3)
     assert set(saved.extra["feedback"]) == {"errors"}
-    restored = checkpoint.restore(cfg, mesh)
+    restored = restore(cfg, mesh)
     assert_same_bits(restored, saved)
     assert jax.tree.map(lambda a: a.sharding, restored) == state.state_shardings(cfg, mesh)
 
@@ -80,7 +81,7 @@ def test_other_replicas_share_the_same_sum(setup, capfd, replicas, more):
     cfg, mesh = setup("int8", 2, **batch)
     wanted = errors_of(save(cfg, mesh, 5), cfg)
     second, other_mesh = setup("int8", replicas, **more)
-    restored = checkpoint.restore(second, other_mesh)
+    restored = restore(second, other_mesh)
     found = errors_of(restored, second)
     for name, of in wanted.items():
         np.testing.assert_allclose(found[name], of, rtol=1e-6, atol=1e-3, err_msg=name)
@@ -94,13 +95,13 @@ def test_methods_share_errors_and_exact_sums_drop_them(setup, capfd):
     cfg, mesh = setup("top_k", 2)
     saved = save(cfg, mesh, 1)
     other, _ = setup("int8", 2)
-    restored = checkpoint.restore(other, mesh)
+    restored = restore(other, mesh)
     assert_same_bits(
         jax.device_get(restored.extra["feedback"]), jax.device_get(saved.extra["feedback"])
     )
     assert "start anew" not in capfd.readouterr().out
     exact, _ = setup("float32", 2)
-    restored = checkpoint.restore(exact, mesh)
+    restored = restore(exact, mesh)
     assert "feedback" not in restored.extra
     assert_same_bits(jax.device_get(restored.params), jax.device_get(saved.params))
     assert (
@@ -115,7 +116,7 @@ def test_a_run_that_had_none_starts_with_zero(setup, capfd):
         checkpointer.save(random_state(cfg, mesh, 2), 2, tokens_seen=0)
     assert "feedback" not in random_state(cfg, mesh, 2).extra
     second, _ = setup("int8", 2)
-    restored = checkpoint.restore(second, mesh)
+    restored = restore(second, mesh)
     errors = jax.tree.leaves(restored.extra["feedback"]["errors"])
     assert len(errors) == 9 and not any(np.any(a) for a in errors)
     assert "errors of compressed sums start anew for 9 arrays" in capfd.readouterr().out

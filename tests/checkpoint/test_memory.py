@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import pytest
 from orbax.checkpoint._src.serialization import limits
 
-from jaxpar import checkpoint, config
+from jaxpar import config
 from jaxpar.checkpoint import loading
 from jaxpar.checkpoint import saved as checkpoint_saved
+from jaxpar.checkpoint.loading import restore
+from jaxpar.checkpoint.saved import changed_fields, read_saved
 from jaxpar.config import Config
 from jaxpar.config.validate import resolve
 from jaxpar.model.parameters import trainable_specs
@@ -58,7 +60,7 @@ def setup(tmp_path, devices):
 def test_a_round_trip_keeps_every_bit_and_its_place(setup, fields):
     cfg, mesh = setup(**fields)
     saved = save(cfg, mesh, 3)
-    restored = checkpoint.restore(cfg, mesh)
+    restored = restore(cfg, mesh)
     assert_same_bits(restored, saved)
     assert jax.tree.map(lambda a: a.sharding, restored) == state.state_shardings(cfg, mesh)
 
@@ -82,7 +84,7 @@ def test_moments_kept_otherwise_are_converted(setup, then, now):
     cfg, mesh = setup(**then)
     saved = logical(save(cfg, mesh, 3), cfg)
     changed, other_mesh = setup(**now)
-    restored = checkpoint.restore(changed, other_mesh)
+    restored = restore(changed, other_mesh)
     assert jax.tree.map(lambda a: a.sharding, restored) == state.state_shardings(
         changed, other_mesh
     )
@@ -97,7 +99,7 @@ def test_the_change_is_told(setup):
     cfg, mesh = setup()
     save(cfg, mesh, 3)
     changed, _ = setup(**BFLOAT16, **OFFLOAD)
-    told = checkpoint.changed_fields(changed, checkpoint.read_saved(cfg.run.dir))
+    told = changed_fields(changed, read_saved(cfg.run.dir))
     assert told == {path: ("float32", "bfloat16") for path in BFLOAT16} | {
         "optimizer.offload": (False, True)
     }
@@ -107,7 +109,7 @@ def test_another_compute_dtype_begins_with_its_own_loss_scale(setup):
     cfg, mesh = setup(**{"compute.dtype": "float32"})
     saved = save(cfg, mesh, 4)
     half = config.replace(cfg, **{"compute.dtype": "float16", "guard.loss_scale": 512.0})
-    guard = checkpoint.restore(half, mesh).extra["guard"]
+    guard = restore(half, mesh).extra["guard"]
     assert float(guard["loss_scale"]) == 512
     assert int(guard["skipped"]) == int(saved.extra["guard"]["skipped"])
 
@@ -127,7 +129,7 @@ def test_a_checkpoint_from_before_these_fields_holds_float32(setup, monkeypatch)
     changed, _ = setup(**BFLOAT16)
     arrays, specs = jax.tree.map(jnp.asarray, saved.opt_state), trainable_specs(changed)
     as_kept = moments.in_storage_dtype(arrays, changed.optimizer, specs)
-    restored = checkpoint.restore(changed, mesh)
+    restored = restore(changed, mesh)
     assert_same_bits(logical(restored, changed).opt_state, jax.device_get(as_kept))
 
 
@@ -152,7 +154,7 @@ def test_a_checkpoint_is_read_shard_by_shard(setup, monkeypatch):
     reads = Reads()
     monkeypatch.setattr(limits, "LimitInFlightBytes", reads.limiter)
     monkeypatch.setattr(loading, "READ_AHEAD", 1)
-    restored = jax.tree.leaves(checkpoint.restore(cfg, mesh))
+    restored = jax.tree.leaves(restore(cfg, mesh))
     shards = {math.prod(a.sharding.shard_shape(a.shape)) * 4 for a in restored}
     largest = max(a.nbytes for a in restored)
     assert reads.sizes and set(reads.sizes) <= shards

@@ -9,7 +9,7 @@ import pytest
 
 from jaxpar.checkpoint import inspection, integrity, stored_arrays
 from jaxpar.checkpoint.integrity import Damaged, Unreadable
-from jaxpar.checkpoint.saved import damage, folder, saved_steps, starting_step
+from jaxpar.checkpoint.saved import checkpoint_folder, damage, saved_steps, starting_step
 from jaxpar.commands import call, read
 from jaxpar.config import replace
 from jaxpar.runtime import exit_codes
@@ -76,7 +76,7 @@ def test_what_may_not_be_read_is_no_damage_and_no_reason_for_another_step(cfg):
 
 
 def test_a_folder_of_arrays_that_may_not_be_read_is_no_damage_without_a_list_of_files(cfg):
-    step = folder(cfg.run.dir) / "4"
+    step = checkpoint_folder(cfg.run.dir) / "4"
     (step / integrity.FILES).unlink()
     (state,) = (path for path in step.iterdir() if path.is_dir())
     state.chmod(0o000)
@@ -86,7 +86,7 @@ def test_a_folder_of_arrays_that_may_not_be_read_is_no_damage_without_a_list_of_
 
 
 def test_verify_tells_damage_from_what_it_cannot_read_by_its_code(cfg, monkeypatch, capsys):
-    metadata = folder(cfg.run.dir) / "4" / "_CHECKPOINT_METADATA"
+    metadata = checkpoint_folder(cfg.run.dir) / "4" / "_CHECKPOINT_METADATA"
     size = integrity._size
 
     def refused(file: Path) -> int | None:
@@ -107,7 +107,7 @@ def test_verify_tells_damage_from_what_it_cannot_read_by_its_code(cfg, monkeypat
 
 
 def test_a_link_to_a_disk_that_is_away_is_no_reason_for_another_step(cfg, tmp_path):
-    step = folder(cfg.run.dir) / "4"
+    step = checkpoint_folder(cfg.run.dir) / "4"
     shutil.move(step, tmp_path / "disk")
     step.symlink_to(tmp_path / "disk")
     assert starting_step(cfg) == 4
@@ -117,7 +117,7 @@ def test_a_link_to_a_disk_that_is_away_is_no_reason_for_another_step(cfg, tmp_pa
 
 
 def test_a_checkpoint_that_goes_away_while_it_is_read_is_not_damaged(cfg, monkeypatch):
-    step = folder(cfg.run.dir) / "4"
+    step = checkpoint_folder(cfg.run.dir) / "4"
 
     def gone(at: Path) -> list[str]:
         shutil.rmtree(at)
@@ -137,7 +137,9 @@ def test_trouble_that_tensorstore_names_is_no_damage(status):
 
 
 def test_missing_and_truncated_files_are_damage(cfg):
-    file = next(path for path in (folder(cfg.run.dir) / "4").glob("*/d/*") if path.is_file())
+    file = next(
+        path for path in (checkpoint_folder(cfg.run.dir) / "4").glob("*/d/*") if path.is_file()
+    )
     os.truncate(file, 10)
     assert "has 10 bytes, not" in damage(cfg.run.dir, 4)[0]
     file.unlink()

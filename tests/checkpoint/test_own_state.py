@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import ParamSpec, PostUpdate, checkpoint, config
+from jaxpar import ParamSpec, PostUpdate, config
+from jaxpar.checkpoint.loading import restore
 from jaxpar.config import Config
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import make_mesh
@@ -71,7 +72,7 @@ def test_it_is_restored_bit_for_bit_on_another_mesh(other, setup):
     saved = random_state(cfg, mesh, 3)
     save(cfg, mesh, 3)
     here, mesh = setup(other)
-    restored = checkpoint.restore(here, mesh)
+    restored = restore(here, mesh)
     own = lambda state, cfg: jax.device_get(logical(state, cfg).extra["norms"])  # noqa: E731
     assert_same_bits(own(restored, here), own(saved, cfg))
 
@@ -80,7 +81,7 @@ def test_one_that_is_turned_on_late_begins_with_its_initial_values(setup, capfd)
     cfg, mesh = setup({}, ())
     save(cfg, mesh, 3)
     cfg, mesh = setup({"parallel.tensor": 2})
-    restored = checkpoint.restore(cfg, mesh)
+    restored = restore(cfg, mesh)
     assert "norms starts anew after step 3" in capfd.readouterr().out
     assert np.all(np.asarray(restored.extra["norms"]["layers"]["norm"]) == 1)
 
@@ -89,6 +90,6 @@ def test_one_that_is_gone_is_named_and_dropped(setup, capfd):
     cfg, mesh = setup({})
     save(cfg, mesh, 3)
     cfg, mesh = setup({"parallel.tensor": 2}, ())
-    restored = checkpoint.restore(cfg, mesh)
+    restored = restore(cfg, mesh)
     assert "the state of norms in" in capfd.readouterr().out
     assert restored.extra.keys() == {"guard"}

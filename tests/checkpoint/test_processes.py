@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import checkpoint, config
+from jaxpar import config
+from jaxpar.checkpoint.loading import restore
+from jaxpar.checkpoint.saved import read_saved, saved_steps
 from jaxpar.config import serialize
 from tests.checkpoint.test_checkpoint import assert_same_bits, base, random_state, save, setup
 from tests.ranks import free_port
@@ -76,9 +78,9 @@ def test_two_processes_write_what_one_would(setup, tmp_path):
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(told)
     assert all("restored 2" in text for text in told)
     assert sum("WARNING    the checkpoint of step 4" in text for text in told) == 1
-    assert checkpoint.saved_steps(cfg.run.dir) == [2]
-    together = checkpoint.read_saved(cfg.run.dir).fingerprints
-    assert_same_bits(checkpoint.restore(cfg, mesh), random_state(cfg, mesh, 2))
+    assert saved_steps(cfg.run.dir) == [2]
+    together = read_saved(cfg.run.dir).fingerprints
+    assert_same_bits(restore(cfg, mesh), random_state(cfg, mesh, 2))
     alone = config.replace(cfg, **{"run.dir": str(tmp_path / "alone")})
     save(alone, mesh, 2)
-    assert checkpoint.read_saved(alone.run.dir).fingerprints == together
+    assert read_saved(alone.run.dir).fingerprints == together

@@ -4,7 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint, config
+from jaxpar import config
+from jaxpar.checkpoint.loading import restore, restore_params
+from jaxpar.checkpoint.saving import Checkpointer
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.axes import AXES
 from jaxpar.sharding.mesh import make_mesh
@@ -41,10 +43,10 @@ def setup(base, devices):
 def test_the_same_replicas_come_back_bit_for_bit(setup):
     cfg, mesh = setup(replicas(2))
     saved = save(cfg, mesh, 3)
-    restored = checkpoint.restore(cfg, mesh)
+    restored = restore(cfg, mesh)
     assert_same_bits(restored, saved)
     assert jax.tree.map(lambda a: a.sharding, restored) == state.state_shardings(cfg, mesh)
-    params = checkpoint.restore_params(cfg.run.dir, cfg, mesh)
+    params = restore_params(cfg.run.dir, cfg, mesh)
     assert_same_bits(params, saved.params)  # readers of a run get the outer weights
 
 
@@ -64,7 +66,7 @@ def test_other_replicas_start_from_the_outer_weights(setup, then, now, capsys):
     cfg, mesh = setup(then)
     saved = jax.device_get(save(cfg, mesh, 3))
     other, other_mesh = setup(now)
-    found = checkpoint.restore(other, other_mesh)
+    found = restore(other, other_mesh)
     assert jax.tree.map(lambda a: a.sharding, found) == state.state_shardings(other, other_mesh)
     said = capsys.readouterr().out
     assert "diloco     " in said and "from the checkpoint of step 3, with " in said
@@ -96,13 +98,13 @@ def test_moments_in_8_bits_before_and_after(setup):
     cfg, mesh = setup(replicas(0) | wide | EIGHT)
     save(cfg, mesh, 3)
     diloco, its_mesh = setup(replicas(2) | wide)
-    began = checkpoint.restore(diloco, its_mesh)
-    with checkpoint.Checkpointer(diloco) as saver:
+    began = restore(diloco, its_mesh)
+    with Checkpointer(diloco) as saver:
         saver.save(began.replace(step=began.step + 1), 4, tokens_seen=0)
-    back = checkpoint.restore(cfg, mesh)
+    back = restore(cfg, mesh)
     found, first = jax.device_get((back.opt_state, began.opt_state))
     assert jax.tree.structure(found) != jax.tree.structure(first)  # codes and scales
     plain = config.replace(cfg, **dict.fromkeys(EIGHT, "float32"))
-    of_first = checkpoint.restore(plain, mesh).opt_state
+    of_first = restore(plain, mesh).opt_state
     one = jax.tree.map(lambda a: a[0], first)
     assert_same_bits(jax.device_get(of_first), one)

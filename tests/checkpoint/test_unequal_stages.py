@@ -4,8 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint, config
-from jaxpar.checkpoint import Checkpointer, saved, stored_arrays
+from jaxpar import config
+from jaxpar.checkpoint import saved, stored_arrays
+from jaxpar.checkpoint.loading import restore
+from jaxpar.checkpoint.saving import Checkpointer
 from jaxpar.config import Config
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import make_mesh
@@ -57,14 +59,14 @@ def test_another_mesh_reads_the_same_arrays_and_back(setup, one, other):
     first, first_mesh = setup("first", **one)
     expected = logical(save(first, first_mesh, 5), first)
     second, second_mesh = setup("first", **other)
-    restored = checkpoint.restore(second, second_mesh)
+    restored = restore(second, second_mesh)
     assert_same_bits(logical(restored, second), expected)
 
     moved, _ = setup("moved", **other)
     with Checkpointer(moved) as checkpointer:
         checkpointer.save(restored, 5, tokens_seen=0)
     back, _ = setup("moved", **one)
-    assert_same_bits(logical(checkpoint.restore(back, first_mesh), back), expected)
+    assert_same_bits(logical(restore(back, first_mesh), back), expected)
 
 
 @pytest.mark.parametrize("more", [{}, slow(OFFLOAD)], ids=["", "offload"])
@@ -74,7 +76,7 @@ def test_empty_slots_of_a_stage_are_not_saved(setup, more):
     folder = saved.folder(cfg.run.dir) / "2"
     layers = [name for name in stored_arrays.array_names(folder) if "layers/" in name]
     assert {stored_arrays.open_array(folder, name).shape[0] for name in layers} == {7}
-    restored = checkpoint.restore(cfg, mesh)
+    restored = restore(cfg, mesh)
     assert_same_bits(restored, running)
     assert jax.tree.map(lambda a: a.sharding, restored) == state.state_shardings(cfg, mesh)
     wq = np.asarray(restored.params["layers"]["wq"])

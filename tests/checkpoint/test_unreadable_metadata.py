@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import checkpoint
-from jaxpar.checkpoint import Damaged, integrity
-from jaxpar.checkpoint.saved import METADATA
+from jaxpar.checkpoint import integrity
+from jaxpar.checkpoint.integrity import Damaged
+from jaxpar.checkpoint.loading import restore_latest, restore_params
+from jaxpar.checkpoint.saved import METADATA, saved_steps, starting_step
 from jaxpar.commands import call
 from tests.checkpoint.test_checkpoint import base, save, setup
 from tests.checkpoint.test_damage import files_of, step_folder
@@ -49,11 +50,11 @@ def test_unreadable_metadata_is_damage(setup, capfd, where, what):
     assert call("checkpoint", ["verify", cfg.run.dir]) == 1
     assert "step 4: DAMAGED" in capfd.readouterr().out
     with pytest.raises(Damaged, match=rf"step 4 of .* is damaged: .*({name}|metadata)") as error:
-        checkpoint.restore_params(cfg.run.dir, cfg, mesh)
+        restore_params(cfg.run.dir, cfg, mesh)
     assert "\n" not in str(error.value)
-    assert checkpoint.starting_step(cfg) == 2
-    assert checkpoint.restore_latest(cfg, mesh)[1] == 2
-    assert checkpoint.saved_steps(cfg.run.dir) == [2]
+    assert starting_step(cfg) == 2
+    assert restore_latest(cfg, mesh)[1] == 2
+    assert saved_steps(cfg.run.dir) == [2]
     assert files_of(Path(cfg.run.dir) / integrity.DAMAGED / "4")
 
 
@@ -61,9 +62,9 @@ def test_saves_go_on_beside_an_older_step_with_unreadable_metadata(setup):
     cfg, mesh = setup()
     save(cfg, mesh, 2, 4)
     (step_folder(cfg, 2) / METADATA).write_bytes(b"[" * 100_000)
-    assert checkpoint.restore_latest(cfg, mesh)[1] == 4
+    assert restore_latest(cfg, mesh)[1] == 4
     save(cfg, mesh, 6)
-    assert checkpoint.restore_latest(cfg, mesh)[1] == 6
+    assert restore_latest(cfg, mesh)[1] == 6
 
 
 @pytest.mark.parametrize("name", ["a b", "ü", "100%41", "a#b", "a|b"])

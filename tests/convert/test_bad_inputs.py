@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.loading import check_resumable
+from jaxpar.checkpoint.saved import read_saved, saved_config
 from jaxpar.commands import call, read
 from jaxpar.config import ConfigError
 from jaxpar.config.layers import with_value
@@ -289,9 +290,9 @@ def test_a_conversion_that_changes_the_model_ends_with_an_error(tmp_path, monkey
 def test_an_imported_run_is_not_resumed(tmp_path):
     folder, run = tiny.write_folder(tmp_path / "model", VALUES), tmp_path / "run"
     importing.from_hf(folder, run, silent, None)
-    cfg = checkpoint.load_config(run)
+    cfg = saved_config(run)
     with pytest.raises(ConfigError, match=r"run\.dir.*contains imported weights"):
-        checkpoint.check_resumable(cfg, checkpoint.read_saved(run))
+        check_resumable(cfg, read_saved(run))
     source = importing.open_source(folder)
     layers = with_value(cfg.model.layers, "model.layers.feed_forward.d_ff", 64)
     other = dataclasses.replace(cfg, model=cfg.model.with_layers(layers))

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import tokenizers as t
 
-from jaxpar import checkpoint
 from jaxpar.checkpoint.branching import branch
-from jaxpar.checkpoint.saved import CARRIED
+from jaxpar.checkpoint.saved import CARRIED, saved_config, saved_steps
+from jaxpar.checkpoint.saving import Checkpointer
 from jaxpar.commands import call
 from jaxpar.config import Attention, Config, ConfigError, Glu, Layer, Model, replace
 from jaxpar.config.serialize import to_json
@@ -99,7 +99,7 @@ def write_run(folder: Path, cfg: Config) -> None:
     cfg = resolve(replace(cfg, **{"parallel.data": 1, "optimizer.warmup_steps": 0}), 1)
     mesh = make_mesh(cfg.parallel, jax.devices()[:1])
     like, rng = state.abstract_logical(cfg, mesh), np.random.default_rng(0)
-    with quickly_computed(), checkpoint.Checkpointer(cfg) as saver:
+    with quickly_computed(), Checkpointer(cfg) as saver:
         made = jax.tree.map(lambda a: (rng.normal(size=a.shape) / 9).astype(a.dtype), like)
         made = dataclasses.replace(made, step=np.int32(1))
         placed = jax.device_put(made, jax.tree.map(lambda a: a.sharding, like))
@@ -145,9 +145,9 @@ def test_an_export_has_the_ids_of_its_tokenizer_alone(prepared, tmp_path):
     exported(run, tmp_path / "hf")
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"] == size
     importing.from_hf(tmp_path / "hf", tmp_path / "back", print)
-    cfg, back = checkpoint.load_config(run), checkpoint.load_config(tmp_path / "back")
+    cfg, back = saved_config(run), saved_config(tmp_path / "back")
     assert difference(back.model, replace(cfg, **{"model.vocab_size": size}).model) is None
-    of = lambda folder, cfg: exporting.open_run(folder, cfg, checkpoint.saved_steps(folder)[-1])  # noqa: E731
+    of = lambda folder, cfg: exporting.open_run(folder, cfg, saved_steps(folder)[-1])  # noqa: E731
     one, other = of(run, cfg), of(tmp_path / "back", back)
     for path in other.by_path:
         box = tuple(slice(0, n) for n in other.shape(path))
@@ -183,8 +183,8 @@ CHAT_FILES = (
 
 def tuned(origin: Path, folder: Path, data: str) -> Path:
     """A run that starts from the weights of another, with the files that its start writes."""
-    is_run = bool(checkpoint.saved_steps(origin))
-    there = checkpoint.load_config(origin) if is_run else importing.open_source(origin).config
+    is_run = bool(saved_steps(origin))
+    there = saved_config(origin) if is_run else importing.open_source(origin).config
     values = {"run.init_from": str(origin), "data.path": data, "run.dir": str(folder)}
     cfg = dataclasses.replace(replace(Config(), **values), model=there.model, compute=there.compute)
     found = origin_of(cfg)
@@ -240,7 +240,7 @@ def test_another_tokenizer_of_the_data_replaces_the_published_one(published, pre
     run = tuned(published, tmp_path / "run", prepared("chatml"))
     generation = exported(run, tmp_path / "hf")
     ours = load_tokenizer(prepared("chatml"))
-    assert tokenizer_of_run(run, checkpoint.load_config(run)).fingerprint == ours.fingerprint
+    assert tokenizer_of_run(run, saved_config(run)).fingerprint == ours.fingerprint
     assert ours.eos_id in generation["eos_token_id"]
     assert ours.id_of("<|im_end|>") in generation["eos_token_id"]
     made = (tmp_path / "hf" / "chat_template.jinja").read_text()

@@ -11,7 +11,9 @@ import tokenizers
 from safetensors.numpy import load_file
 
 from jaxpar import config
-from jaxpar.checkpoint import Checkpointer, Damaged, folder
+from jaxpar.checkpoint.integrity import Damaged
+from jaxpar.checkpoint.saved import checkpoint_folder
+from jaxpar.checkpoint.saving import Checkpointer
 from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, Layer, Model, Norm, QkNorm, Rope, Router
 from jaxpar.config.validate import resolve
@@ -45,7 +47,10 @@ def silent(_: str) -> None:
 
 def save_run(folder: Path, devices, steps=(3,), **values) -> tuple[Config, list]:
     """A run whose weights are its initial ones, saved at some steps; its config and weights."""
-    places = {"run.dir": str(folder / "run"), "data.path": write_dataset(folder / "data")}
+    places = {
+        "run.dir": str(folder / "run"),
+        "data.path": write_dataset(folder / "data"),
+    }
     cfg = config.replace(Config(), **({"parallel.data": 1} | STATE | places | values))
     n = cfg.parallel.pipeline * cfg.parallel.data * cfg.parallel.tensor
     cfg, mesh = resolve(cfg, n), make_mesh(cfg.parallel, devices[:n])
@@ -96,7 +101,9 @@ def test_any_step_in_the_runs_compute_dtype(devices, tmp_path):
 def test_a_damaged_latest_step_is_passed_over(command, devices, tmp_path, capsys):
     """The one before is exported. Asked for by its number, a damaged step is refused."""
     cfg, _ = save_run(tmp_path, devices, steps=(3, 5))
-    file = max((folder(cfg.run.dir) / "5").rglob("*"), key=lambda path: path.stat().st_size)
+    file = max(
+        (checkpoint_folder(cfg.run.dir) / "5").rglob("*"), key=lambda path: path.stat().st_size
+    )
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)

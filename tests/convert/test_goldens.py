@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.loading import restore_params
+from jaxpar.checkpoint.saved import saved_config
 from jaxpar.config import Config, replace
 from jaxpar.config.layers import with_value
 from jaxpar.config.validate import resolve
@@ -93,9 +94,9 @@ def params_of(devices):
     """run -> its config and its parameters on one device, as every program restores them."""
 
     def restore(run: Path):
-        cfg = resolve(replace(checkpoint.load_config(run), **{"parallel.data": 1}), 1)
+        cfg = resolve(replace(saved_config(run), **{"parallel.data": 1}), 1)
         mesh = make_mesh(cfg.parallel, devices[:1])
-        return cfg, checkpoint.restore_params(run, cfg, mesh)
+        return cfg, restore_params(run, cfg, mesh)
 
     return restore
 
@@ -284,9 +285,9 @@ SAME_CACHE = [name for name in MODELS if name != "longrope"]
 @pytest.mark.parametrize("name", slow_but(["llama3_1", "phi4_mini"], SAME_CACHE))
 def test_greedy_text_is_that_of_transformers(name, folders, devices):
     """Each by its own cache; ours has all the prompts, of different lengths, in one batch."""
-    cfg = resolve(config_for_sampling(checkpoint.load_config(folders(name)[1])), 1)
+    cfg = resolve(config_for_sampling(saved_config(folders(name)[1])), 1)
     mesh = make_mesh(cfg.parallel, devices[:1])
-    params = checkpoint.restore_params(folders(name)[1], cfg, mesh)
+    params = restore_params(folders(name)[1], cfg, mesh)
     weights = weights_for_sampling(params, cfg, mesh)
     tokens = tiny.tokens(tiny.MODELS[name])[0]
     prompts = [tokens[start:end].tolist() for start, end in tiny.PROMPTS]

@@ -14,7 +14,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxpar.checkpoint import Checkpointer, integrity, load_config, restore_params, stored_arrays
+from jaxpar.checkpoint import integrity, stored_arrays
+from jaxpar.checkpoint.loading import restore_params
+from jaxpar.checkpoint.saved import saved_config
+from jaxpar.checkpoint.saving import Checkpointer
 from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, LoraConfig, replace
 from jaxpar.config.validate import resolve
@@ -291,7 +294,7 @@ def test_a_folder_of_peft_becomes_a_run_and_is_written_again(base, tmp_path, cap
     flags = ["--base", str(base)]
     assert call("convert", ["from-peft", str(GOLDEN), str(tmp_path / "run"), *flags]) == 0
     assert "with the published files: largest difference 0.00e+00" in capsys.readouterr().out
-    cfg = load_config(tmp_path / "run")
+    cfg = saved_config(tmp_path / "run")
     assert cfg.lora == LORA
     cfg = resolve(replace(cfg, **{"parallel.data": 1}), 1)
     params = restore_params(tmp_path / "run", cfg, make_mesh(cfg.parallel, jax.devices()[:1]))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.saved import saved_steps
 from jaxpar.runtime import exit_codes
 from tests import ranks
 
@@ -89,7 +89,7 @@ class Matrix:
         run = self._folder / str(place)
         steps = ("--train.num-steps", str(SAVED), "--checkpoint.every", str(SAVED))
         train(self._config, run, place, *steps)
-        assert checkpoint.saved_steps(run) == [SAVED]
+        assert saved_steps(run) == [SAVED]
         return f"saved step {SAVED}"
 
     def goes_on(self, before: Place, now: Place) -> str:
@@ -98,7 +98,7 @@ class Matrix:
         run = self._folder / f"{before} then {now}"
         shutil.copytree(self._folder / str(before), run)
         train(self._config, run, now, "--train.num-steps", str(LAST), "--checkpoint.resume", "must")
-        assert checkpoint.saved_steps(run)[-1] == LAST
+        assert saved_steps(run)[-1] == LAST
         assert ranks.batches_of(run) == ranks.batches_of(self._whole(now.mesh))
         found = ranks.losses_of(run)
         first, later = self._whole(before.mesh), self._whole(now.mesh)

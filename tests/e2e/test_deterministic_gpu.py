@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import checkpoint
-from jaxpar.checkpoint.saved import read_saved
+from jaxpar.checkpoint.saved import read_saved, saved_steps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.several_gpus, pytest.mark.waits]
 
@@ -36,4 +35,4 @@ def test_two_runs_save_the_same_bits(tmp_path):
     for step in (3, 6):
         first, second = (read_saved(run, step).fingerprints for run in runs)
         assert first and first == second, f"step {step}"
-    assert [checkpoint.saved_steps(run) for run in runs] == [[3, 6]] * 2
+    assert [saved_steps(run) for run in runs] == [[3, 6]] * 2

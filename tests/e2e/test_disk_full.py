@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.saved import checkpoint_folder
 from jaxpar.config.command_line import read_config
 from jaxpar.config.serialize import to_json
 from jaxpar.runtime import exit_codes
@@ -66,7 +66,7 @@ def test_a_disk_that_fills_in_a_save(train_on, config_file, tmp_path, capfd):
     disk.mkdir()
     once = ("--train.num-steps", "12", "--optimizer.warmup-steps", "1", "--run.dir", str(one_save))
     assert train_on(1, config_file, *STEPS, *once) == exit_codes.EXIT_OK
-    room = int(1.6 * bytes_on_disk(checkpoint.folder(one_save) / "12"))
+    room = int(1.6 * bytes_on_disk(checkpoint_folder(one_save) / "12"))
     flags = [config_file, *STEPS, "--run.dir", str(disk / "run")]
     more = ("--checkpoint.save-failures-allowed", "2")
     full = on_small_disk(room, disk, run, "-m", "jaxpar.train", *flags, *more)
@@ -79,7 +79,7 @@ def test_a_disk_that_fills_in_a_save(train_on, config_file, tmp_path, capfd):
     assert "Traceback" not in full.stderr
     # It trained on meanwhile, and no line of its records is missing.
     assert sorted(losses_of(run))[:48] == list(range(1, 49))
-    assert [path.name for path in checkpoint.folder(run).iterdir()] == ["12"]
+    assert [path.name for path in checkpoint_folder(run).iterdir()] == ["12"]
 
     assert train_on(1, *flags[:-2]) == exit_codes.EXIT_OK  # with room, from the checkpoint before
     said = capfd.readouterr().out

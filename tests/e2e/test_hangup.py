@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.saved import saved_steps
 from jaxpar.runtime import exit_codes
 from tests.e2e.test_train import environment_of_start
 
@@ -38,7 +38,7 @@ def test_a_run_saves_when_its_terminal_closes(config_file, launched):
         said += os.read(master, 65536)
     os.close(master)  # the terminal closes: SIGHUP, and writes to it fail
     assert process.wait(600) == exit_codes.EXIT_PREEMPTED, said.decode(errors="replace")
-    assert checkpoint.saved_steps(run)[-1] > 40
+    assert saved_steps(run)[-1] > 40
 
 
 def take(terminal: int) -> None:

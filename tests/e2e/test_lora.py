@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.loading import restore_params
+from jaxpar.checkpoint.saved import saved_config
 from jaxpar.commands import call
 from jaxpar.config import ConfigError, replace
 from jaxpar.config.command_line import load_config, read_config
@@ -59,9 +60,9 @@ def flags(folder: Path, name: str, chats: Path, steps: int) -> list[str]:
 
 
 def params_of(run: Path, step: int | None = None) -> dict[str, np.ndarray]:
-    cfg = config_for_sampling(checkpoint.load_config(run))
+    cfg = config_for_sampling(saved_config(run))
     mesh = make_mesh(cfg.parallel, jax.devices()[:1])
-    restored = checkpoint.restore_params(run, cfg, mesh, step)
+    restored = restore_params(run, cfg, mesh, step)
     return {name: np.asarray(a) for name, a in flat(restored).items()}
 
 

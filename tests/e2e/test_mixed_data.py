@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.saved import checkpoint_folder
 from jaxpar.config import ConfigError
 from jaxpar.data.formats.convert import convert
 from jaxpar.data.options import ConvertOptions
@@ -57,7 +57,7 @@ def test_a_run_on_a_mixture_goes_on_on_another_mesh(train_on, config_file, finis
     run = Path(config_file).parent / "run"
     shutil.copytree(finished, run)
     for step in (8, 12):
-        shutil.rmtree(checkpoint.folder(run) / str(step))
+        shutil.rmtree(checkpoint_folder(run) / str(step))
     mesh = ("--parallel.tensor", "2", "--parallel.data", "1")
     assert train_on(2, config_file, *args, *mesh) == exit_codes.EXIT_OK
     before, after = records_of(finished), records_of(run)[12:]

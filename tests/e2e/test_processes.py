@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.saved import checkpoint_folder, saved_steps
 from jaxpar.monitoring.metrics import MetricsWriter
 from jaxpar.runtime import exit_codes
 from tests import ranks
@@ -68,7 +68,7 @@ def test_one_sigterm_stops_all_processes_at_one_step(config, tmp_path, whole, tr
     code, said = ranks.finish(process)
     assert code == exit_codes.EXIT_PREEMPTED, said[-3000:]
     (saved,) = [line for line in said.splitlines() if line.startswith("SIGTERM: saved step")]
-    assert checkpoint.saved_steps(run)[-1] == int(saved.split()[3].rstrip(";")) < 40
+    assert saved_steps(run)[-1] == int(saved.split()[3].rstrip(";")) < 40
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     timed = [r for r in records if "slowest" in r]
     slow = [r for r in timed if r["slowest"].startswith("process 1 (")]
@@ -130,7 +130,7 @@ def begun(config, tmp_path, whole) -> Path:
     run = tmp_path / "run"
     shutil.copytree(whole, run)
     for later in (35, 40):
-        shutil.rmtree(checkpoint.folder(run) / str(later))
+        shutil.rmtree(checkpoint_folder(run) / str(later))
     lines = (run / "metrics.jsonl").read_text().splitlines()
     kept = [line for line in lines if json.loads(line)["step"] <= 30]
     (run / "metrics.jsonl").write_text("".join(line + "\n" for line in kept))
@@ -167,7 +167,7 @@ def test_a_sigterm_during_the_start_of_a_run_that_goes_on_stops_it(config, tmp_p
     said = log.read_text()
     assert code == exit_codes.EXIT_PREEMPTED, said[-3000:]
     assert "restored step 30" in said and "SIGTERM: saved step 31;" in said
-    assert checkpoint.saved_steps(begun)[-1] == 31
+    assert saved_steps(begun)[-1] == 31
 
 
 @pytest.mark.slow

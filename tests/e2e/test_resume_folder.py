@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.saved import saved_steps
 from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.config_file import load_config
@@ -37,7 +37,7 @@ def test_a_run_resumes_from_its_folder_as_by_the_same_command(train_on, config_f
     more = ("--train.num-steps", "6")
     assert train_on(2, config_file, *SHORT, *more) == exit_codes.EXIT_OK
     assert train_on(2, str(moved), *more) == exit_codes.EXIT_OK
-    assert checkpoint.saved_steps(moved) == checkpoint.saved_steps(run)
+    assert saved_steps(moved) == saved_steps(run)
     assert losses_of(moved) == losses_of(run) and set(losses_of(run)) == {1, 2, 3, 4, 5, 6}
     assert config_of(moved) == replace(config_of(run), **{"run.dir": str(moved)})
 

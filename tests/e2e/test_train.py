@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.loading import restore, restore_params
+from jaxpar.checkpoint.saved import checkpoint_folder, read_saved, saved_config, saved_steps
 from jaxpar.commands import call
 from jaxpar.config import ConfigError, replace
 from jaxpar.config.serialize import from_json
@@ -103,7 +104,7 @@ def config_of(run: Path, **values):
 def state_of(run: Path, step: int | None = None):
     """A saved state, on the host."""
     cfg = config_of(run)
-    return jax.device_get(checkpoint.restore(cfg, one_device(cfg), step))
+    return jax.device_get(restore(cfg, one_device(cfg), step))
 
 
 def one_device(cfg):
@@ -148,12 +149,12 @@ def test_a_run_preempted_and_then_killed_ends_as_if_nothing_had_happened(
         monkeypatch.undo()
     said = capsys.readouterr().out
     assert "SIGTERM: saved step 10; the same command resumes from there" in said
-    assert checkpoint.saved_steps(run) == [10]
+    assert saved_steps(run) == [10]
 
     killed = start("-c", INTERRUPTED, "SIGKILL", "47", "2", *command)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert "restored step 10" in killed.stdout
-    assert checkpoint.saved_steps(run) == [10, 40]
+    assert saved_steps(run) == [10, 40]
     assert max(losses_of(run)) > 40  # some steps are lost, and taken again
 
     with as_programs_do():
@@ -175,9 +176,9 @@ MOVES = [
 
 @pytest.mark.parametrize(("mesh", "step"), MOVES)
 def test_a_run_goes_on_on_another_mesh(train_on, config_file, copy, finished, mesh, step):
-    for later in checkpoint.saved_steps(copy):
+    for later in saved_steps(copy):
         if later > step:
-            shutil.rmtree(checkpoint.folder(copy) / str(later))
+            shutil.rmtree(checkpoint_folder(copy) / str(later))
     assert train_on(2, config_file, "--evaluation.every", "0", *mesh.split()) == exit_codes.EXIT_OK
     assert {"resumed_after_step": step} in records_of(copy)
     again = records_of(copy)[len(records_of(finished)) :]
@@ -193,7 +194,7 @@ def test_a_finished_run_has_nothing_left_to_do(train_on, config_file, copy):
     before, state = losses_of(copy), state_of(copy)
     assert train_on(2, config_file) == exit_codes.EXIT_OK
     assert losses_of(copy) == before
-    assert checkpoint.saved_steps(copy) == [40, 80, 120]
+    assert saved_steps(copy) == [40, 80, 120]
     chex.assert_trees_all_equal(state_of(copy), state, strict=True)
 
 
@@ -207,7 +208,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(
     more = ("--train.num-steps", "140", "--optimizer.learning-rate", "1e30")
     with pytest.raises(exit_codes.BadNumerics, match="Checkpoints of earlier steps are untouched"):
         train_on(2, config_file, *more, "--optimizer.schedule", "constant")
-    assert checkpoint.saved_steps(copy) == [40, 80, 120]
+    assert saved_steps(copy) == [40, 80, 120]
     chex.assert_trees_all_equal(state_of(copy), before, strict=True)
     losses = losses_of(copy)
     assert all(math.isfinite(losses[step]) for step in losses if step <= 121)
@@ -261,7 +262,7 @@ def greedy_text(run: Path, prompt: str, count: int) -> str:
     """What the plain reference model finds likeliest, one token after the other."""
     cfg = config_of(run)
     tokenizer = load_tokenizer(cfg.data.path)
-    params = checkpoint.restore_params(run, cfg, one_device(cfg))
+    params = restore_params(run, cfg, one_device(cfg))
     params = jax.device_put(jax.device_get(params), jax.devices()[0])
     T, V = 128, tokenizer.vocab_size
     # Of the text so far, a token sees as many as in training.
@@ -331,11 +332,11 @@ def test_metrics_have_their_fields(finished):
 
 def test_the_folder_says_what_the_run_is(finished):
     cfg = from_json((finished / "config.json").read_text("utf-8"))
-    assert checkpoint.load_config(finished) == cfg
+    assert saved_config(finished) == cfg
     assert (cfg.parallel.data, cfg.train.num_steps) == (2, 120)
     manifest = json.loads((finished / "manifest.json").read_text("utf-8"))
     assert manifest["mesh"] == "data=2"
     assert manifest["attention"].startswith("reference (the others need an NVIDIA GPU")
     assert manifest["jax"] == jax.__version__
     assert {"device", "jaxlib", "parameters", "environment", "xla_flags"} <= manifest.keys()
-    assert checkpoint.read_saved(finished).tokens_seen == 120 * 8 * 32
+    assert read_saved(finished).tokens_seen == 120 * 8 * 32

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.saved import saved_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -75,9 +75,9 @@ def test_an_installed_wheel_trains_from_an_empty_folder(installed, tmp_path):
 
     text = run(python, "-m", "jaxpar.train", "quickstart", *SMALL)
     assert "the Python standard library's source, to data/stdlib-bytes" in text
-    assert checkpoint.saved_steps(tmp_path / "runs" / "quickstart") == [2]
+    assert saved_steps(tmp_path / "runs" / "quickstart") == [2]
     run(jaxpar, "train", "runs/quickstart", "--train.num-steps", "3")
-    assert checkpoint.saved_steps(tmp_path / "runs" / "quickstart") == [2, 3]
+    assert saved_steps(tmp_path / "runs" / "quickstart") == [2, 3]
 
     assert "Best layout: python -m jaxpar.train llama3_8b" in run(jaxpar, "plan", "llama3_8b")
     done = subprocess.run([jaxpar, "plan", "nonesuch"], env=clean(), capture_output=True, text=True)

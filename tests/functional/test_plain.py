@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from orbax.checkpoint import v1 as ocp
 
-from jaxpar import checkpoint, functional
+from jaxpar import functional
 from jaxpar.certification import traces
+from jaxpar.checkpoint.loading import restore
+from jaxpar.checkpoint.saved import saved_config
 from jaxpar.config import ConfigError, replace
 from jaxpar.config.validate import resolve
 from jaxpar.functional.plain import Params
@@ -187,9 +189,9 @@ def trained(train_on, write_config, tmp_path_factory, devices):
     axes = ("--parallel.pipeline", "2", "--train.num-steps", "3")
     steps = ("--parallel.num-microbatches", "2", "--evaluation.every", "0")
     assert train_on(2, write_config(folder), *axes, *steps) == exit_codes.EXIT_OK
-    cfg = resolve(checkpoint.load_config(folder / "run"), 2)
+    cfg = resolve(saved_config(folder / "run"), 2)
     mesh = make_mesh(cfg.parallel, devices[:2])
-    state, batch = checkpoint.restore(cfg, mesh), traces.random_batch(cfg)
+    state, batch = restore(cfg, mesh), traces.random_batch(cfg)
     step = make_gradient_step(cfg, mesh)
     _, gradients = step(state.params, traces.shard_batch(batch, cfg, mesh))
     return folder / "run", batch, traces.logical(gradients, cfg)

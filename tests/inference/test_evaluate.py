@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.loading import restore_params
+from jaxpar.checkpoint.saved import saved_config
 from jaxpar.commands import call
 from jaxpar.config import ConfigError
 from jaxpar.convert.hf.exporting import open_export, to_hf
@@ -100,9 +101,9 @@ def results(model: Path, tasks: Path, capsys, *flags: str) -> dict:
 
 def log_probabilities(run: Path, text: str) -> np.ndarray:
     """Of each byte of a text after the end of a text, by the plain model."""
-    cfg = config_for_sampling(checkpoint.load_config(run))
+    cfg = config_for_sampling(saved_config(run))
     mesh = make_mesh(cfg.parallel, jax.devices()[:1])
-    params = checkpoint.restore_params(run, cfg, mesh)
+    params = restore_params(run, cfg, mesh)
     tokenizer = load_tokenizer(cfg.data.path)
     ids = jnp.asarray([[tokenizer.eos_id, *tokenizer.encode(text)]])
     place, ones = jnp.arange(ids.shape[1])[None], jnp.ones_like(ids)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.saved import checkpoint_folder
 from jaxpar.commands import call
 from jaxpar.config import ConfigError
 from jaxpar.inference.follow import follow, record_of
@@ -31,14 +31,14 @@ def records(run: Path) -> list[dict]:
 
 
 def test_checkpoints_are_evaluated_as_they_appear(run, monkeypatch):
-    last, away = checkpoint.folder(run) / "3", run.with_name("away")
+    last, away = checkpoint_folder(run) / "3", run.with_name("away")
     shutil.move(last, away)
     seen, said = [], []
 
     def evaluated(step: int) -> dict:
         seen.append(step)
         if step == 1:  # the run deletes it meanwhile
-            shutil.rmtree(checkpoint.folder(run) / "1")
+            shutil.rmtree(checkpoint_folder(run) / "1")
             raise ConfigError("--step", step, "is not a checkpoint", "use another")
         return {"text_loss": {"loss": 5.0 - step, "bits_per_byte": None}}
 

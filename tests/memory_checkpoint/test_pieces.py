@@ -8,7 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint, config
+from jaxpar import config
+from jaxpar.checkpoint.integrity import Damaged
+from jaxpar.checkpoint.saved import read_saved
 from jaxpar.config import Config, MemoryConfig, Router
 from jaxpar.config.validate import resolve
 from jaxpar.data.skips import SkippedBatches, write_skipped
@@ -227,7 +229,7 @@ def test_without_a_whole_copy_an_older_one_or_the_disk_is_used(copied, capfd):
             if file.name.startswith("step_0000000007") and file.name.endswith(".0.single"):
                 flip(file, 100)
     (found,) = find(cfg, hosts.place(0))
-    with pytest.raises(checkpoint.Damaged, match=r"step 7 in memory .*: a part of .* no host"):
+    with pytest.raises(Damaged, match=r"step 7 in memory .*: a part of .* no host"):
         restore(cfg, mesh, hosts.place(0), found)
 
 
@@ -255,7 +257,7 @@ def test_a_host_that_does_not_answer_is_said_so(copied, capfd):
 def test_metadata_is_that_of_a_checkpoint(copied):
     cfg, mesh, hosts = copied
     (found, _) = find(cfg, hosts.place(1))
-    on_disk = checkpoint.read_saved(cfg.run.dir, 5)
+    on_disk = read_saved(cfg.run.dir, 5)
     assert found.saved.config == on_disk.config and found.saved.dataset == on_disk.dataset
     assert json.loads(json.dumps(found.saved.versions)) == on_disk.versions
     assert found.saved.fingerprints.keys() == on_disk.fingerprints.keys()

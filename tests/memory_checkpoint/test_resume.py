@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.saved import saved_steps
 from jaxpar.config import ConfigError
 from jaxpar.memory_checkpoint import plan, writing
 from jaxpar.memory_checkpoint.places import FOLDER, OWN, complete_files
@@ -86,7 +86,7 @@ def test_a_run_that_failed_goes_on_from_memory(
     with pytest.raises(jax.errors.JaxRuntimeError):
         train_on(2, config_file, *WORDS, *COPIES)
     run = tmp_path / "run"
-    assert checkpoint.saved_steps(run) == []
+    assert saved_steps(run) == []
     assert steps_in(memory) == [6, 8]
     capsys.readouterr()
     assert train_on(devices_then, config_file, *WORDS, *COPIES) == exit_codes.EXIT_OK

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint
 from jaxpar.certification import small_config, traces
 from jaxpar.certification.meshes import parse_meshes
-from jaxpar.checkpoint import Checkpointer
+from jaxpar.checkpoint.loading import restore
+from jaxpar.checkpoint.saving import Checkpointer
 from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
@@ -98,7 +98,7 @@ def test_what_was_sent_and_what_was_left_out_are_the_gradient(
         if i == 0:
             with Checkpointer(cfg) as checkpointer:
                 checkpointer.save(state, 1, tokens_seen=0)
-    again = checkpoint.restore(cfg, here)
+    again = restore(cfg, here)
     for batch in batches[1:]:
         again, _ = step(again, batch)
     assert_same_bits(jax.device_get(again), jax.device_get(state))

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint
-from jaxpar.checkpoint import Damaged, integrity
-from jaxpar.checkpoint.saved import METADATA
+from jaxpar.checkpoint import integrity
+from jaxpar.checkpoint.integrity import Damaged
+from jaxpar.checkpoint.loading import restore
+from jaxpar.checkpoint.saved import METADATA, checkpoint_folder
 from jaxpar.config import ConfigError
 from jaxpar.data.formats.meta import documents_file
 from jaxpar.data.formats.tokens import TokenDataset
@@ -119,7 +120,7 @@ def test_names_in_a_checkpoint_are_not_imported(setup, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     cfg, mesh = setup()
     saved = save(cfg, mesh, 3)
-    folder = checkpoint.folder(cfg.run.dir) / "3"
+    folder = checkpoint_folder(cfg.run.dir) / "3"
     metadata = json.loads((folder / METADATA).read_text())
     metadata["item_handlers"] = dict.fromkeys(metadata["item_handlers"], "stranger.Handler")
     (folder / METADATA).write_text(json.dumps(metadata))
@@ -127,5 +128,5 @@ def test_names_in_a_checkpoint_are_not_imported(setup, tmp_path, monkeypatch):
     tree.write_text(tree.read_text().replace('"jax.Array"', '"stranger.Handler"'))
     (folder / integrity.FILES).unlink()
     with contextlib.suppress(Damaged):
-        assert_same_bits(checkpoint.restore(cfg, mesh), saved)
+        assert_same_bits(restore(cfg, mesh), saved)
     assert not marker.exists() and "stranger" not in sys.modules

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import jax
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.loading import restore_latest
+from jaxpar.checkpoint.saved import starting_step
+from jaxpar.checkpoint.saving import Checkpointer
 from jaxpar.config import Config, replace, serialize
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.stores import mirror, shards
@@ -96,16 +98,16 @@ def host(place: Path, rank: int, port: int, last: int, count: int, fault: str) -
     cfg = serialize.from_json((place / "config.json").read_text())
     mesh, step = make_mesh(cfg.parallel), None
     with stored(cfg) as store:
-        if checkpoint.starting_step(cfg) is not None:
-            _, step = checkpoint.restore_latest(cfg, mesh)
+        if starting_step(cfg) is not None:
+            _, step = restore_latest(cfg, mesh)
         print("starts from", step, flush=True)
         store.begin()
-        with checkpoint.Checkpointer(cfg, own=store.own) as saver:
+        with Checkpointer(cfg, own=store.own) as saver:
             for at in range((step or 0) + 2, last + 1, 2):
                 assert saver.save(random_state(cfg, mesh, at), at, tokens_seen=0)
         if fault == "rewind":
             store.bring_newest()
-            _, step = checkpoint.restore_latest(cfg, mesh)
+            _, step = restore_latest(cfg, mesh)
             print("rewound to", step, flush=True)
     jax.distributed.shutdown()
 

@@ -4,8 +4,9 @@ import shutil
 
 import pytest
 
-from jaxpar import checkpoint
 from jaxpar.checkpoint import inspection
+from jaxpar.checkpoint.loading import restore
+from jaxpar.checkpoint.saved import saved_steps
 from jaxpar.config import replace
 from jaxpar.stores import steps
 from jaxpar.stores.reading import for_reading
@@ -27,10 +28,10 @@ def of_hosts(setup, address):
 def same_as_saved(address, cfg, mesh, step: int) -> None:
     """Check that any reader of the store finds what the two processes have saved."""
     folder = for_reading("RUN", str(address), print)
-    assert checkpoint.saved_steps(folder)[-1] == step
+    assert saved_steps(folder)[-1] == step
     assert inspection.verify(folder, step, print)
     here = replace(cfg, **{"run.dir": str(folder), "run.store": ""})
-    assert_same_bits(checkpoint.restore(here, mesh, step), random_state(here, mesh, step))
+    assert_same_bits(restore(here, mesh, step), random_state(here, mesh, step))
 
 
 def test_two_hosts_without_a_shared_folder_write_what_one_would(of_hosts, address, store, tmp_path):

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from jaxpar.checkpoint import folder, saved_steps
+from jaxpar.checkpoint.saved import checkpoint_folder, saved_steps
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.rules.paths import local_folder, with_store
 from jaxpar.config.validate import check
@@ -40,7 +40,7 @@ def test_a_run_continues_from_the_store_alone(address, store, train_on, config_f
     both = losses(here)
     assert sorted(both) == list(range(1, 21))
     assert all(len(both[step]) == 2 and len(set(both[step])) == 1 for step in range(11, 21))
-    assert steps.is_same(store, here, 20) and folder(here).is_dir()
+    assert steps.is_same(store, here, 20) and checkpoint_folder(here).is_dir()
 
 
 def test_an_address_in_run_dir_is_short_for_a_store_and_a_folder(address):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar.checkpoint.integrity import Damaged
-from jaxpar.checkpoint.saved import folder, saved_steps
+from jaxpar.checkpoint.saved import checkpoint_folder, saved_steps
 from jaxpar.commands import call
 from jaxpar.config import ConfigError
 from jaxpar.runtime import exit_codes
@@ -56,7 +56,7 @@ def test_what_cannot_be_branched_is_one_error_and_makes_nothing(run, capsys):
     ):
         with pytest.raises(ConfigError, match=said):
             call("checkpoint", ["branch", *words])
-    files = (p for p in (folder(run) / "12").rglob("*") if p.is_file())
+    files = (p for p in (checkpoint_folder(run) / "12").rglob("*") if p.is_file())
     max(files, key=lambda path: path.stat().st_size).unlink()
     with pytest.raises(Damaged):
         call("checkpoint", ["branch", str(run), str(new), "--step", "12"])

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import jaxpar
-from jaxpar import Callback, Progress, Request, checkpoint
+from jaxpar import Callback, Progress, Request
 from jaxpar.api.trainer import Trainer
+from jaxpar.checkpoint.saved import read_saved, saved_steps
 from jaxpar.config import ConfigError, replace
 from jaxpar.config.command_line import read_config
 from jaxpar.memory_checkpoint.places import FOLDER
@@ -94,7 +95,7 @@ def test_it_stops_a_run_of_the_command_and_adds_metrics(train_on, config_with, t
     assert means[-1] < 5.3 <= min(means[:-1])
     assert f"done: {run}, stopped early: StopBelow: mean {means[-1]:.4f}" in capsys.readouterr().out
     # As after the last step: it is evaluated and saved.
-    assert checkpoint.saved_steps(run)[-1] == last
+    assert saved_steps(run)[-1] == last
     evaluated = [r["step"] for r in jaxpar.read_metrics(run) if "held_out_loss" in r]
     assert evaluated[-1] == last
     for record in found.values():
@@ -113,14 +114,14 @@ def test_state_is_kept_over_a_kill_and_a_resume_on_another_mesh(
     assert train_on(2, config_with(forever), *WORDS, *whole) == exit_codes.EXIT_OK
     with pytest.raises(jax.errors.JaxRuntimeError):
         train_on(2, config_with(forever + "Fails(step=7),"), *WORDS)
-    assert checkpoint.saved_steps(run) == [4, 6]  # one of them because it was asked for
-    kept = json.loads(checkpoint.read_saved(run, 6).callbacks["StopBelow"])
+    assert saved_steps(run) == [4, 6]  # one of them because it was asked for
+    kept = json.loads(read_saved(run, 6).callbacks["StopBelow"])
     assert kept["seen"] == [1, 2, 3, 4, 5, 6]
     mesh = ["--parallel.tensor", "2"]
     assert train_on(4, config_with(forever), *WORDS, *mesh) == exit_codes.EXIT_OK
     assert "restored step 6" in capsys.readouterr().out
     kept, of_whole = (
-        json.loads(checkpoint.read_saved(folder, 12).callbacks["StopBelow"])
+        json.loads(read_saved(folder, 12).callbacks["StopBelow"])
         for folder in (run, tmp_path / "whole")
     )
     assert kept["seen"] == of_whole["seen"] == list(range(1, 13))
@@ -136,7 +137,7 @@ def test_a_killed_run_resumes_bit_for_bit(train_on, config_with, tmp_path):
         train_on(2, config_with(callbacks + "Fails(step=10),"), *WORDS)
     assert train_on(2, config_with(callbacks), *WORDS) == exit_codes.EXIT_OK
     ranks.assert_same_records(run, whole)
-    both = [checkpoint.read_saved(folder, 12) for folder in (run, whole)]
+    both = [read_saved(folder, 12) for folder in (run, whole)]
     assert both[0].callbacks == both[1].callbacks and both[0].callbacks
     assert both[0].fingerprints == both[1].fingerprints
 
@@ -157,7 +158,7 @@ def test_a_copy_in_memory_has_its_state(train_on, config_with, tmp_path, monkeyp
         train_on(2, config_with(forever + "Fails(step=8),"), *words)
     assert train_on(2, config_with(forever), *words) == exit_codes.EXIT_OK
     assert "restored step 6 from memory" in capsys.readouterr().out
-    kept = json.loads(checkpoint.read_saved(tmp_path / "run").callbacks["StopBelow"])
+    kept = json.loads(read_saved(tmp_path / "run").callbacks["StopBelow"])
     assert kept["seen"] == list(range(1, 13))
 
 
@@ -201,7 +202,7 @@ def test_a_run_folder_goes_on_with_its_code(train_on, config_with, tmp_path):
     with pytest.raises(ConfigError, match=r"'tiny.py:SaveAt': is of a class whose code is not"):
         train_on(2, str(tmp_path / "run"), *more)
     assert train_on(2, str(tmp_path / "run"), "--code", file, *more) == exit_codes.EXIT_OK
-    assert checkpoint.saved_steps(tmp_path / "run")[-1] == 8
+    assert saved_steps(tmp_path / "run")[-1] == 8
 
 
 # ------------------------------------------------------------------------ in Python
@@ -259,7 +260,7 @@ def test_all_hooks_in_order(trainer_of, tmp_path):
     ] == CALLS  # fmt: skip
     (record,) = [r for r in jaxpar.read_metrics(tmp_path / "run") if "held_out_loss" in r]
     assert record["perplexity"] == pytest.approx(np.exp(record["held_out_loss"]))
-    assert json.loads(checkpoint.read_saved(tmp_path / "run").callbacks["Notes"]) == {"last": 4}
+    assert json.loads(read_saved(tmp_path / "run").callbacks["Notes"]) == {"last": 4}
 
 
 STEP_HOOKS = "before_step", "after_step"
@@ -300,7 +301,7 @@ def test_what_is_refused(trainer_of, how, kind, said):
 def test_the_step_before_its_error_is_recorded_and_saved(trainer_of, tmp_path):
     with pytest.raises(ZeroDivisionError):
         trainer_of().train(Wrong(how="error"))
-    assert checkpoint.saved_steps(tmp_path / "run") == [2, 3]
+    assert saved_steps(tmp_path / "run") == [2, 3]
     assert sorted(records(tmp_path / "run")) == [1, 2, 3]
     assert trainer_of().train(Wrong(how="error", key="other"))
     assert sorted(records(tmp_path / "run")) == [1, 2, 3, 4]
@@ -360,11 +361,11 @@ def test_processes_end_after_the_same_step(write_ranks, tmp_path):
     code, said = ranks.finish(launched)
     assert code == exit_codes.EXIT_OK, said
     run = tmp_path / "run"
-    saved = checkpoint.saved_steps(run)
+    saved = saved_steps(run)
     assert "stopped early: Alone: process 1 has had enough" in said
     last = saved[-1]
     assert last == 14 and 8 in saved  # asked for after steps 10 and 4
-    kept = checkpoint.read_saved(run, last).callbacks
+    kept = read_saved(run, last).callbacks
     assert json.loads(kept["Alone"]) == {"process": 0, "steps": last}
 
 

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint, functional
+from jaxpar import functional
+from jaxpar.checkpoint.saved import saved_steps
 from jaxpar.commands import call
 from jaxpar.config import ConfigError
 from jaxpar.config.command_line import read_config
@@ -124,7 +125,7 @@ def test_a_run_that_ends_before_its_first_save_maps_again(write, train_on, tmp_p
     assert call("checkpoint", ["branch", str(run), str(tmp_path / "other")]) == 0
     file = write(WINDOWS, 12)
     assert train_on(2, file, "--train.num-steps", "10", "--checkpoint.every", "0") == 0
-    assert checkpoint.saved_steps(run) == [4, 8]
+    assert saved_steps(run) == [4, 8]
     for folder in ("run", "other"):
         assert train_on(2, write(WINDOWS, 12, folder)) == exit_codes.EXIT_OK
     wanted = losses(tmp_path / "other")

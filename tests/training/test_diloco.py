@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint
 from jaxpar.api.loading import load_config
 from jaxpar.api.trainer import Trainer
 from jaxpar.certification import replay
-from jaxpar.checkpoint import read_saved
+from jaxpar.checkpoint.loading import restore_params
+from jaxpar.checkpoint.saved import read_saved, saved_config
 from jaxpar.commands import call
 from jaxpar.convert.hf.exporting import open_export
 from jaxpar.runtime import exit_codes
@@ -81,10 +81,10 @@ def test_readers_get_the_outer_weights(run, tmp_path):
     saved = read_saved(run, 7)
     own = {k.removeprefix("diloco/weights/") for k in saved.fingerprints if "weights/" in k}
     assert {f"params/{k}" for k in own} <= set(saved.fingerprints)
-    cfg = checkpoint.load_config(run, 7)
+    cfg = saved_config(run, 7)
     arrays = open_export(run, 7).arrays
     values = arrays.read("embed", (slice(0, 9), slice(0, 9)))
     mesh = make_mesh(cfg.parallel, jax.devices()[:2])
-    outer = checkpoint.restore_params(run, cfg, mesh, 7)
+    outer = restore_params(run, cfg, mesh, 7)
     assert np.array_equal(values, np.asarray(outer["embed"])[:9, :9])
     assert call("convert", ["to-hf", str(run), str(tmp_path / "hf")]) == 0

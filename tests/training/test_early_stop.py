@@ -7,9 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar.checkpoint import Checkpointer, best, read_saved, saved_steps
+from jaxpar.checkpoint import best
 from jaxpar.checkpoint.best import Best, step_of
-from jaxpar.checkpoint.saved import saved_of
+from jaxpar.checkpoint.saved import read_saved, saved_of, saved_steps
+from jaxpar.checkpoint.saving import Checkpointer
 from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, EvaluationSet, replace
 from jaxpar.config.command_line import read_config

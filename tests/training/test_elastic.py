@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.saved import read_saved
 from jaxpar.config import BatchSize, Config, ConfigError, replace
 from jaxpar.config.command_line import load_config
 from jaxpar.config.serialize import from_json
@@ -68,7 +68,7 @@ def test_microbatches_follow_the_devices(train_on, write_ranks, tmp_path, capfd)
         assert used(run).num_microbatches == microbatches
         told = "changed    parallel.num_microbatches: 2, not 1" in capfd.readouterr().out
         assert told == (microbatches == 2)
-    assert checkpoint.read_saved(run, 13).asked == {"parallel.num_microbatches": 1}
+    assert read_saved(run, 13).asked == {"parallel.num_microbatches": 1}
     batches = ranks.batches_of(run)
     assert [batches[step][0] for step in sorted(batches)] == list(range(13))
     with pytest.raises(ConfigError, match=r"global_batch_size = 8: is that of .* 16 ways.*auto"):

@@ -5,7 +5,7 @@ import random
 import jax
 import pytest
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.saved import saved_steps
 from jaxpar.memory_checkpoint.places import FOLDER, complete_files
 from jaxpar.runtime import exit_codes
 from jaxpar.training.callbacks import saves
@@ -64,7 +64,7 @@ def test_a_fault_at_a_random_step_loses_no_step(
         train_on(2, config_file, *WORDS)
     run = tmp_path / "run"
     done = step - 1 if place == "before a step" else step
-    assert checkpoint.saved_steps(run) == [done]
+    assert saved_steps(run) == [done]
     assert f"Fault: step {done} is saved before the run ends" in capsys.readouterr().out
     monkeypatch.undo()
     assert train_on(2, config_file, *WORDS) == exit_codes.EXIT_OK
@@ -83,7 +83,7 @@ def test_with_copies_in_memory_the_first_time_is_saved_there_and_the_second_on_d
         with pytest.raises(Fault):
             train_on(2, config_file, *words)
         assert max(file.group.step for file in complete_files(memory)) == saved
-        assert checkpoint.saved_steps(run) == on_disk
+        assert saved_steps(run) == on_disk
     assert "restored step 8 from memory" in capsys.readouterr().out
 
 
@@ -113,7 +113,7 @@ def test_bad_numbers_failed_devices_and_no_new_step_save_nothing(
     fails("before a step", 5, Fault("while step 4 is computed"))
     with pytest.raises(Fault):
         train_on(2, config_file, *WORDS)
-    assert checkpoint.saved_steps(run) == []
+    assert saved_steps(run) == []
 
 
 @pytest.mark.waits
@@ -131,7 +131,7 @@ def test_a_save_that_fails_or_hangs_ends_the_run_by_the_first_error(
     with pytest.raises(Fault):
         train_on(2, config_file, *WORDS)
     assert "step 4 could not be saved: OSError: [Errno 28] No space left" in capfd.readouterr().err
-    assert checkpoint.saved_steps(tmp_path / "run") == []
+    assert saved_steps(tmp_path / "run") == []
     ended = []
     monkeypatch.setattr(saves, "end_with", ended.append)
     monkeypatch.setattr(saves, "SAVE_SECONDS", 0.5)

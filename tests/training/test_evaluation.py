@@ -10,8 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint
 from jaxpar.certification import traces
+from jaxpar.checkpoint.loading import restore_params
+from jaxpar.checkpoint.saved import read_saved, saved_config
 from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, EvaluationSet, replace
 from jaxpar.config.command_line import parse_overrides, read_config
@@ -73,9 +74,9 @@ def plain_loss(
     Args:     ids: those that a token can be. 0: all of the model's.
     """
     alone = {"parallel.data": 1, "parallel.sequence": 1}
-    cfg = replace(checkpoint.load_config(run), **alone, **{"data.path": dataset})
+    cfg = replace(saved_config(run), **alone, **{"data.path": dataset})
     mesh = make_mesh(cfg.parallel, jax.devices()[:1])
-    params = checkpoint.restore_params(run, cfg, mesh, None, weights)
+    params = restore_params(run, cfg, mesh, None, weights)
     b = Loader(cfg, mesh, split).host_rows(0, np.arange(sequences))
     logits = decoder.logits_of(params, b.tokens, b.positions, b.segment_ids, cfg.model)
     logits = logits[..., : ids or None]
@@ -149,7 +150,7 @@ def test_a_split_that_is_smaller_than_an_evaluation_is_read_once(
     --train.global-batch-size 8 --train.num-steps 1 --checkpoint.every 1"""
     assert train_on(2, write_config(tmp_path), *flags.split(), *mesh) == exit_codes.EXIT_OK
     (loss,) = [r["held_out_loss"] for r in records_of(tmp_path / "run") if "held_out_loss" in r]
-    cfg = checkpoint.load_config(tmp_path / "run")
+    cfg = saved_config(tmp_path / "run")
     assert loss == pytest.approx(plain_loss(tmp_path / "run", cfg.data.path, "val", 5), abs=2e-5)
     for size in (1, 4, 8):
         flags = ["--split", "val", "--batch-size", str(size), "--output"]
@@ -160,9 +161,9 @@ def test_a_split_that_is_smaller_than_an_evaluation_is_read_once(
 
 
 def weights_of(run: Path, step: int, weights: str) -> traces.Arrays:
-    cfg = checkpoint.load_config(run, step)
+    cfg = saved_config(run, step)
     mesh = make_mesh(cfg.parallel, jax.devices()[: cfg.parallel.data])
-    return traces.to_host(checkpoint.restore_params(run, cfg, mesh, step, weights))
+    return traces.to_host(restore_params(run, cfg, mesh, step, weights))
 
 
 def test_it_is_the_recurrence_of_the_saved_weights(evaluated):
@@ -182,7 +183,7 @@ def test_it_has_a_loss_of_its_own_and_the_programs_take_it(evaluated, tmp_path):
     flags = "--split val --sequences 8 --weights ema --output".split()
     call("evaluate", [str(evaluated), *flags, str(tmp_path / "of_run.json")])
     assert call("convert", ["to-hf", str(evaluated), str(tmp_path / "hf"), "--weights", "ema"]) == 0
-    data = str(checkpoint.load_config(evaluated).data.path)
+    data = str(saved_config(evaluated).data.path)
     flags = ["--split", "val", "--sequences", "8", "--data", data, "--output"]
     call("evaluate", [str(tmp_path / "hf"), *flags, str(tmp_path / "of_hf.json")])
     # An export has the ids of its tokenizer alone.
@@ -200,7 +201,7 @@ def test_it_has_a_loss_of_its_own_and_the_programs_take_it(evaluated, tmp_path):
 def test_a_run_that_was_stopped_resumes_it_exactly(evaluated, train_evaluated, tmp_path):
     for last in ("2", "4"):
         run = train_evaluated(tmp_path, "--train.num-steps", last)
-    saved = [checkpoint.read_saved(one, 4) for one in (evaluated, run)]
+    saved = [read_saved(one, 4) for one in (evaluated, run)]
     assert saved[0].fingerprints == saved[1].fingerprints and saved[0].has_average
 
 

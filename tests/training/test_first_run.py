@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.saved import saved_steps
 from jaxpar.commands import call
 from jaxpar.data.formats.meta import read_meta
 from jaxpar.data.prepare.text import prepare
@@ -68,13 +68,13 @@ def test_quickstart_prepares_trains_writes_and_says_what_came_out(run_quickstart
     (kept,) = read_samples(run)
     assert kept["prompt"] == "import " and kept["text"].rstrip() in text
     assert "-m jaxpar.train quickstart --train.num-steps 1000 --run.dir runs/longer" in text
-    assert checkpoint.saved_steps(run) == [6]
+    assert saved_steps(run) == [6]
 
     again, asked = run_quickstart()
     assert len(asked) == 1  # the text is there
     assert "already done" in again
     assert f"training loss at the end    {loss:.3f} nats per token" in again
-    assert checkpoint.saved_steps(run) == [6]
+    assert saved_steps(run) == [6]
 
 
 def test_a_run_without_checkpoints_ends_without_a_sample(run_quickstart):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import checkpoint
 from jaxpar.checkpoint import integrity
+from jaxpar.checkpoint.saved import saved_steps
 from jaxpar.monitoring.metrics import MetricsWriter
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.files import append, lock
@@ -54,7 +54,7 @@ def test_what_is_deleted_is_written_again(what, config_file, train_on, at_step, 
 
     at_step(6, delete)
     assert train_on(1, config_file, *SHORT) == exit_codes.EXIT_OK
-    assert checkpoint.saved_steps(run) == ([4, 8, 12] if what == "its files" else [8, 12])
+    assert saved_steps(run) == ([4, 8, 12] if what == "its files" else [8, 12])
     assert {path.name for path in run.iterdir()} >= {*FILES, "checkpoints"}
     json.loads((run / "config.json").read_text())
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -77,7 +77,7 @@ def test_a_run_whose_lock_another_has_taken_writes_no_more(config_file, train_on
         train_on(1, config_file, *SHORT)
     others[0].check(at_once=True)
     others[0].release()
-    assert checkpoint.saved_steps(run) == [4]
+    assert saved_steps(run) == [4]
     after = {name: (run / name).read_bytes() for name in seen}
     added = {name: after[name].removeprefix(seen[name]).count(b"\n") for name in seen}
     assert max(added.values()) <= 1, added  # of the step that was running

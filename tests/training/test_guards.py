@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.saved import read_saved
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.command_line import read_config
 from jaxpar.data.loader import Loader
@@ -85,8 +85,8 @@ def test_a_spike_is_told_and_a_rewind_leaves_its_batches_out(spiky, capfd, tmp_p
     assert spiky(2, "--guard.spike", "rewind") == exit_codes.EXIT_OK
     assert "rewound to step 40; batches 45 to 46 are skipped" in capfd.readouterr().out
     assert read_skipped(run).ranges == ((45, 2),)
-    assert checkpoint.read_saved(run).skipped_batches == [[45, 2]]
-    assert checkpoint.read_saved(run).rewinds == 1
+    assert read_saved(run).skipped_batches == [[45, 2]]
+    assert read_saved(run).rewinds == 1
     found = losses_of(run)
     assert sorted(found) == list(range(1, 61))
     assert {i: found[i] for i in range(1, 46)} == {i: before[i] for i in range(1, 46)}

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint
-from jaxpar.checkpoint.saved import CARRIED
+from jaxpar.checkpoint.loading import restore_params
+from jaxpar.checkpoint.saved import CARRIED, saved_config
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.code import with_code
 from jaxpar.config.command_line import parse_overrides, read_config
@@ -62,9 +62,9 @@ def flags_to_fit(run_of, published) -> list[str]:
 
 
 def params_of(run_dir: Path, step: int, *code: Path):
-    cfg = with_code(checkpoint.load_config(run_dir, step), list(map(str, code)))
+    cfg = with_code(saved_config(run_dir, step), list(map(str, code)))
     cfg = config_for_sampling(cfg)
-    return checkpoint.restore_params(run_dir, cfg, make_mesh(cfg.parallel, jax.devices()[:1]), step)
+    return restore_params(run_dir, cfg, make_mesh(cfg.parallel, jax.devices()[:1]), step)
 
 
 def assert_same(found, wanted) -> None:

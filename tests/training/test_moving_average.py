@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint
 from jaxpar.certification import traces
-from jaxpar.checkpoint import read_saved
+from jaxpar.checkpoint.loading import restore_params
+from jaxpar.checkpoint.saved import read_saved, saved_config
 from jaxpar.commands import call
 from jaxpar.config import ConfigError
 from jaxpar.convert.hf.exporting import open_export
@@ -36,9 +36,9 @@ def train(train_on, write_config, tmp_path_factory):
 
 
 def weights_of(run: Path, step: int, weights: str) -> traces.Arrays:
-    cfg = checkpoint.load_config(run, step)
+    cfg = saved_config(run, step)
     mesh = make_mesh(cfg.parallel, jax.devices()[: cfg.parallel.data])
-    return traces.to_host(checkpoint.restore_params(run, cfg, mesh, step, weights))
+    return traces.to_host(restore_params(run, cfg, mesh, step, weights))
 
 
 @pytest.mark.slow

@@ -7,8 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxpar import checkpoint
-from jaxpar.checkpoint.saved import METADATA
+from jaxpar.checkpoint.saved import METADATA, read_saved, saved_steps
 from jaxpar.config import ConfigError
 from jaxpar.data.own import DataSource, Positions
 from jaxpar.data.skips import read_skipped
@@ -80,7 +79,7 @@ def config_with(config_file):
 
 def position(run: Path, step: int | None = None) -> dict:
     """What a checkpoint has of the source."""
-    return json.loads(checkpoint.read_saved(run, step).position)
+    return json.loads(read_saved(run, step).position)
 
 
 @pytest.fixture
@@ -133,7 +132,7 @@ def test_a_resumed_run_does_not_read_from_the_start(train_on, config_with):
 def test_it_is_the_function_with_the_same_batches(train_on, config_with, uninterrupted, tmp_path):
     assert train_on(2, config_with("AsFunction()"), *WORDS) == exit_codes.EXIT_OK
     ranks.assert_same_records(tmp_path / "run", uninterrupted)
-    assert checkpoint.read_saved(tmp_path / "run").position == ""
+    assert read_saved(tmp_path / "run").position == ""
 
 
 def test_a_copy_in_memory_has_it(train_on, config_with, uninterrupted, tmp_path, monkeypatch):
@@ -268,7 +267,7 @@ class Wrong(Walk):
     with pytest.raises(ConfigError, match=rf"data\.source = 'Wrong': {message}.*Fix: ") as error:
         train_on(1, config_with("Wrong()", code), *WORDS)
     assert "\n" not in str(error.value)
-    assert not checkpoint.saved_steps(tmp_path / "run")
+    assert not saved_steps(tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -305,7 +304,7 @@ def test_another_number_of_processes(train_on, write_ranks, tmp_path):
     process = ranks.launch(2, 2, "--restarts", "0", "--", *words, FAULT="1 12 SIGKILL")
     ended, said = ranks.finish(process)
     assert ended and "killed by SIGKILL" in said, said[-3000:]
-    assert checkpoint.saved_steps(run)[-1] in (5, 10)  # the last may not be complete
+    assert saved_steps(run)[-1] in (5, 10)  # the last may not be complete
     assert train_on(4, *words) == exit_codes.EXIT_OK
     assert ranks.losses_of(run) == ranks.losses_of(whole)
     assert position(run) == position(whole)

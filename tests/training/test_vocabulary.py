@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxpar.checkpoint import Checkpointer
+from jaxpar.checkpoint.saving import Checkpointer
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.validate import check, resolve
 from jaxpar.data.options import PrepareOptions

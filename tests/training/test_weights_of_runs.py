@@ -8,9 +8,11 @@ import shutil
 import numpy as np
 import pytest
 
-from jaxpar import checkpoint
-from jaxpar.checkpoint import Damaged
+from jaxpar.checkpoint import saved as reader
 from jaxpar.checkpoint.branching import branch
+from jaxpar.checkpoint.integrity import Damaged
+from jaxpar.checkpoint.saved import read_saved
+from jaxpar.checkpoint.saving import Checkpointer
 from jaxpar.config import ConfigError
 from jaxpar.config.command_line import read_config
 from jaxpar.config.values import to_values
@@ -49,7 +51,7 @@ def config(write_config, tmp_path):
 def saved_with(cfg, finished, weights_from):
     """The metadata of a checkpoint that records some weights."""
     return dataclasses.replace(
-        checkpoint.read_saved(finished, 40),
+        read_saved(finished, 40),
         config=to_values(cfg),
         weights_from=weights_from,
     )
@@ -116,26 +118,26 @@ def test_a_run_that_began_with_random_weights_stays_with_them(config, other, fin
 
 @pytest.mark.parametrize("wrong", [5, [1], {"a": 5}, {"a": {"run": 5}}, {"a": {"step": "4"}}])
 def test_a_record_of_another_form_is_damage(wrong, finished, tmp_path, monkeypatch):
-    assert checkpoint.read_saved(finished, 40).weights_from == {}
+    assert read_saved(finished, 40).weights_from == {}
     shutil.copytree(finished, tmp_path / "run")
-    read = checkpoint.saved._metadata
+    read = reader._metadata
     changed = lambda *where: read(*where) | {"weights_from": wrong}  # noqa: E731
-    monkeypatch.setattr(checkpoint.saved, "_metadata", changed)
-    monkeypatch.setattr(checkpoint.saved.integrity, "check_seal", lambda *_: None)
+    monkeypatch.setattr(reader, "_metadata", changed)
+    monkeypatch.setattr(reader.integrity, "check_seal", lambda *_: None)
     with pytest.raises(Damaged, match=r"its metadata has another form: .* at weights_from"):
-        checkpoint.read_saved(tmp_path / "run", 40)
+        read_saved(tmp_path / "run", 40)
 
 
 def test_checkpoints_and_branches_carry_the_record(config, other, only_devices, tmp_path):
     with only_devices(2):
         run = Run.open(config("--run.init-from", other, "--evaluation.every", "0"))
         record = chosen.to_json(run.weights_from)
-        with checkpoint.Checkpointer(run.cfg, print, weights_from=record) as saver:
+        with Checkpointer(run.cfg, print, weights_from=record) as saver:
             saver.save(init_state(run.cfg, run.mesh), 0, 0)
-        saved = checkpoint.read_saved(run.cfg.run.dir)
+        saved = read_saved(run.cfg.run.dir)
         branch(run.cfg.run.dir, str(tmp_path / "branch"), None, print)
         assert saved.weights_from == record and record[INITIAL]["step"] == 40
-        assert checkpoint.read_saved(tmp_path / "branch").weights_from == record
+        assert read_saved(tmp_path / "branch").weights_from == record
         resumed = Run.open(config("--evaluation.every", "0"))
         assert resumed.weights_from == run.weights_from and resumed.origin is None
         assert resumed.initial.again().step == 40

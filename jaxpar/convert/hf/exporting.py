@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxpar import checkpoint
-from jaxpar.checkpoint.saved import CARRIED
+from jaxpar.checkpoint.saved import CARRIED, read_saved, saved_config
 from jaxpar.config import Config, ConfigError, Model
 from jaxpar.config.layers import SavedComponent
 from jaxpar.config.schema.optimizer import TRAINED, Weights
@@ -105,8 +104,8 @@ def open_export(
               or the first that can express the model. weights: as in `open_run`.
     Raises:   ConfigError when there is no such checkpoint, or the family cannot express its model.
     """
-    saved = checkpoint.read_saved(run, step)
-    cfg = checkpoint.load_config(run, saved.step)
+    saved = read_saved(run, step)
+    cfg = saved_config(run, saved.step)
     for layer in cfg.model.layers:
         for term in (layer.mixer, layer.feed_forward):
             if isinstance(term, SavedComponent):  # of a user's own class

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxpar.checkpoint import saved_steps
+from jaxpar.checkpoint.saved import saved_steps
 from jaxpar.components.weight import Weight, vector
 from jaxpar.config import Config, ConfigError, present
 from jaxpar.config.rules.paths import is_address

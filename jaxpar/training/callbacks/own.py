@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
-from jaxpar.checkpoint import Saved
+from jaxpar.checkpoint.saved import Saved
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.json_reader import UnreadableJson, read_json_object
 from jaxpar.config.values import fields_of, require_code

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from jaxpar import checkpoint
+from jaxpar.checkpoint.saving import Checkpointer, SaveFailed
 from jaxpar.runtime import exit_codes, signals
 from jaxpar.runtime.files.lock import RunLocked
 from jaxpar.runtime.processes import peers
@@ -37,7 +37,7 @@ SAVE_SECONDS = 600.0
 #: Exceptions after which nothing is saved: the numbers are bad, the folder is another run's, the
 #: disk or the memory is full, or devices or processes are gone.
 UNSAVED = (
-    *(exit_codes.BadNumerics, exit_codes.Spike, RunLocked, checkpoint.SaveFailed, MemoryError),
+    *(exit_codes.BadNumerics, exit_codes.Spike, RunLocked, SaveFailed, MemoryError),
     *(jax.errors.JaxRuntimeError, peers.PeerFailed, peers.PeersMissing),
 )
 
@@ -99,7 +99,7 @@ class Checkpoints(RunCallback):
 
     def prepare(self, at: Progress) -> None:
         run = self.run
-        self.saver = checkpoint.Checkpointer(
+        self.saver = Checkpointer(
             run.cfg,
             log,
             run.loader.skipped,
