@@ -14,7 +14,7 @@ from jaxpar.api.arguments import Fits, check_generation, require_type
 from jaxpar.checkpoint.saved import checkpoint_folder, saved_steps, starting_step
 from jaxpar.checkpoint.saving import Checkpointer
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.config.lists.held_out_sets import HELD_OUT
+from jaxpar.config.lists.datasets import HELD_OUT
 from jaxpar.config.resolve import fill_batch
 from jaxpar.config.rules.paths import with_paths
 from jaxpar.config.validate import check, resolve

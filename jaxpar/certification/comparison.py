@@ -10,7 +10,7 @@ from jaxpar.certification import distances, failures, small_config, traces
 from jaxpar.certification.results import Result, Subject
 from jaxpar.certification.traces import Arrays, TrainingTrace
 from jaxpar.config import Config
-from jaxpar.config.layout.expert_placement import expert_ways
+from jaxpar.config.layout.placement import expert_ways
 from jaxpar.runtime.stages import stage
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 

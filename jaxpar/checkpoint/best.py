@@ -10,7 +10,7 @@ from pathlib import Path
 
 from jaxpar.checkpoint.saved import Saved, read_saved, read_whole, saved_steps
 from jaxpar.config import Config, ConfigError
-from jaxpar.config.lists.held_out_sets import held_out_sets
+from jaxpar.config.lists.datasets import held_out_sets
 from jaxpar.config.option_fields import Step
 
 

@@ -26,8 +26,8 @@ from jaxpar.checkpoint.saved import (
     saved_steps,
 )
 from jaxpar.config import Config, ConfigError, default_of, flag, replace, value_of
+from jaxpar.config.addresses import may_change
 from jaxpar.config.listed import written
-from jaxpar.config.lists.init_changes import may_change
 from jaxpar.config.lists.step_sizes import BATCHES, LENGTHS, step_sizes
 from jaxpar.config.rules.guard import scales_loss
 from jaxpar.config.schema.optimizer import AVERAGED, TRAINED, EmaConfig, Weights

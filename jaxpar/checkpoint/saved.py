@@ -20,7 +20,7 @@ from jaxpar.config import (
     layers,
 )
 from jaxpar.config.declared import Count
-from jaxpar.config.features import declarations
+from jaxpar.config.features import DECLARATIONS
 from jaxpar.config.fields import field_types, optional_sections, section_of
 from jaxpar.config.json_reader import UnreadableJson, read_json_object
 from jaxpar.config.rules.paths import absolute
@@ -37,7 +37,7 @@ LORA_FIELDS = tuple(f"lora.{f.name}" for f in dataclasses.fields(LoraConfig))
 #: How the state is stored, which is converted when a run resumes with other values.
 STORAGE_FIELDS = (
     *("optimizer.first_moment_dtype", "optimizer.second_moment_dtype", "optimizer.moment_block"),
-    *(path for one in declarations() for path in one.storage),
+    *(path for one in DECLARATIONS for path in one.storage),
 )
 
 #: Stands for the dataset's fingerprint in a checkpoint of imported weights (`jaxpar.convert`).

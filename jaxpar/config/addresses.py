@@ -93,3 +93,9 @@ def _of_length(cfg: Config, length: Any) -> Config:
         ways = ", or ".join(flag(LENGTH, number) for number in near)
         raise ConfigError(LENGTH, length, rule + in_words(layers), f"use {ways}")
     return dataclasses.replace(cfg, model=cfg.model.with_layers(with_length(layers, length)))
+
+
+def may_change(cfg: Config, path: str) -> bool:
+    """Return whether `run.init_changes` names the field at an address, or a part that it is in."""
+    within = f"{path.split('.', 2)[-1]}."
+    return any(within.startswith(f"{field}.") for field in cfg.run.init_changes)

@@ -6,10 +6,12 @@
 combinations are one table, `incompatible.py`, and so is divisibility, `rules/divisibility.py`.
 """
 
-from jaxpar.config import Config
+from collections.abc import Iterator
+
+from jaxpar.config import Config, value_of
 from jaxpar.config.explain import Rule, collected, explained
 from jaxpar.config.incompatible import combinations
-from jaxpar.config.lists.shares import fill_shares
+from jaxpar.config.lists.step_sizes import fill_shares
 from jaxpar.config.resolve import (
     cast_once,
     fill_batch,
@@ -25,12 +27,14 @@ from jaxpar.config.rules.components import (
     recurrences,
 )
 from jaxpar.config.rules.data import data, schedules, sizes_of_steps
+from jaxpar.config.rules.diloco import diloco
 from jaxpar.config.rules.divisibility import divisibility
 from jaxpar.config.rules.experts import experts
 from jaxpar.config.rules.guard import guards
 from jaxpar.config.rules.items import items
 from jaxpar.config.rules.layout import (
     compressed_sums,
+    enough_microbatches,
     interleaving,
     layers,
 )
@@ -45,15 +49,13 @@ from jaxpar.config.rules.metrics import sinks
 from jaxpar.config.rules.model import (
     attention,
     float8_matmuls,
+    mup,
     of_stream,
     vocabulary,
 )
-from jaxpar.config.rules.mup import mup
 from jaxpar.config.rules.numbers import numbers
 from jaxpar.config.rules.objectives.distillation import distillation
 from jaxpar.config.rules.objectives.mtp import multi_token_prediction
-from jaxpar.config.rules.parallel.diloco import diloco
-from jaxpar.config.rules.parallel.zero_bubble import enough_microbatches
 from jaxpar.config.rules.run import (
     best,
     evaluation,
@@ -64,7 +66,8 @@ from jaxpar.config.rules.run import (
     schedule,
 )
 from jaxpar.config.rules.type_check import wrong_sections, wrong_types
-from jaxpar.config.rules.values import own_values
+from jaxpar.config.validate import own_values
+from jaxpar.config.values import FIELDS, Value
 
 #: Rules that the others build on: they are checked first.
 _BASIC = (
@@ -158,3 +161,18 @@ def _of_mesh(cfg: Config) -> None:
 def _each_rule(cfg: Config) -> None:
     for stage in ((numbers, items), _BASIC, _RULES):
         collected(stage, cfg)
+
+
+def own_values(cfg: Config) -> None:
+    """Let each value check the config that holds it."""
+    for path, value in values_of(cfg):
+        value.check(cfg, path)
+
+
+def values_of(cfg: Config) -> Iterator[tuple[str, Value]]:
+    """Yield every value of a config, with the path of its field."""
+    for path, (_, several) in FIELDS.items():
+        held = value_of(cfg, path)
+        for value in held if several else (held,):
+            if isinstance(value, Value):
+                yield path, value

@@ -20,9 +20,9 @@ from jaxpar.components.component import Term
 from jaxpar.components.model import Layer, Model
 from jaxpar.config import ConfigError
 from jaxpar.config.code import with_code
+from jaxpar.config.errors import require_package
 from jaxpar.config.layers import OURS, check_layers
 from jaxpar.config.names import name_of
-from jaxpar.config.packages import require_package
 from jaxpar.config.schema.optimizer import TRAINED, Weights
 from jaxpar.convert import selfcheck
 from jaxpar.convert.hf import exporting

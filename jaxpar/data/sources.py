@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jaxpar.config import Config, ConfigError, Source
-from jaxpar.config.lists.mixture import sources_of
+from jaxpar.config.lists.datasets import sources_of
 from jaxpar.config.rules.paths import is_address
 from jaxpar.config.values import to_values
 from jaxpar.data.formats.meta import META_FILE, PREPARE, SPLITS, TRAIN, read_meta, tokens_file

@@ -13,7 +13,7 @@ from typing import Literal
 from jaxpar.components.component import NormForm
 from jaxpar.components.experts import experts_in
 from jaxpar.config import Config, replace
-from jaxpar.config.layout.expert_placement import expert_ways, spreads_experts
+from jaxpar.config.layout.placement import expert_ways, spreads_experts
 from jaxpar.config.remat_policies import saved_names, saves_on_host, without_mark
 from jaxpar.config.rules.guard import scales_loss
 from jaxpar.kernels.platform import Platform

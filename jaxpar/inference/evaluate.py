@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 
 from jaxpar.checkpoint.best import step_of
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.config.lists.mixture import sources_of
+from jaxpar.config.errors import require_package
+from jaxpar.config.lists.datasets import sources_of
 from jaxpar.config.lists.step_sizes import without_schedules
 from jaxpar.config.options import check_ranges
-from jaxpar.config.packages import require_package
 from jaxpar.data.formats.meta import SPLITS
 from jaxpar.data.loader import Loader
 from jaxpar.data.sources import check_tokenizers

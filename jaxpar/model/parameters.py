@@ -8,7 +8,7 @@ from jaxpar.components import weight
 from jaxpar.components.model import Layer
 from jaxpar.components.weight import Weight
 from jaxpar.config import Config, LoraConfig, Model
-from jaxpar.config.layout.expert_placement import spreads_experts
+from jaxpar.config.layout.placement import spreads_experts
 from jaxpar.model import lora, mtp
 from jaxpar.model.mup import scaled
 from jaxpar.sharding.params import ParamSpec, split

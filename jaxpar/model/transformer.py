@@ -45,9 +45,8 @@ from jaxpar.model.loss import LossWeights, cross_entropy, num_chunks, softcapped
 from jaxpar.model.parameters import Tree
 from jaxpar.model.weights import gather, layer_stream
 from jaxpar.parallel import optional
-from jaxpar.parallel.collectives import varying
+from jaxpar.parallel.collectives import broadcast_from_last_stage, sum_over_stages, varying
 from jaxpar.parallel.fsdp.prefetch import through_layers
-from jaxpar.parallel.pipeline.stages import broadcast_from_last_stage, sum_over_stages
 from jaxpar.parallel.tensor.shards import gather_sequence, scatter_sequence
 from jaxpar.sharding.axes import FSDP_AXES, PIPELINE
 from jaxpar.sharding.batch import Batch

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from jaxpar.config.lists.held_out_sets import HELD_OUT, TEST
+from jaxpar.config.lists.datasets import HELD_OUT, TEST
 from jaxpar.config.schema.optimizer import AVERAGED
 
 

@@ -19,8 +19,8 @@ from typing import Any, ClassVar, Protocol
 import jax
 
 from jaxpar.config import Config, ConfigError
+from jaxpar.config.errors import require_package
 from jaxpar.config.metrics import metric_of
-from jaxpar.config.packages import require_package
 from jaxpar.config.values import Value, require_code, to_values
 from jaxpar.monitoring.metric_names import tag
 from jaxpar.runtime.files import atomic, json_lines

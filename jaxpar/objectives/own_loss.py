@@ -13,8 +13,7 @@ from jaxpar.model.transformer import before_logits
 from jaxpar.objectives import token_scores
 from jaxpar.objectives.head import Head, Sums, Tree
 from jaxpar.objectives.losses import Loss, Scores, split, summed
-from jaxpar.parallel.collectives import psum
-from jaxpar.parallel.pipeline.stages import broadcast_from_last_stage
+from jaxpar.parallel.collectives import broadcast_from_last_stage, psum
 from jaxpar.sharding.batch import Batch
 
 

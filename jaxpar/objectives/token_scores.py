@@ -23,8 +23,7 @@ from jaxpar.model.fused_weights import TOP_DIMS, only
 from jaxpar.model.loss import num_chunks, softcapped
 from jaxpar.model.transformer import before_logits
 from jaxpar.model.weights import gather
-from jaxpar.parallel.collectives import psum, varying
-from jaxpar.parallel.pipeline.stages import broadcast_from_last_stage
+from jaxpar.parallel.collectives import broadcast_from_last_stage, psum, varying
 from jaxpar.parallel.tensor.shards import gather_sequence
 from jaxpar.sharding.axes import VOCAB_AXES
 from jaxpar.sharding.batch import IGNORED

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 from jaxpar.config import OptimizerConfig
-from jaxpar.config.lists.shares import STEPS, counted, shares_of_steps
+from jaxpar.config.lists.step_sizes import STEPS, counted, shares_of_steps
 from jaxpar.optimizer.own import Schedule
 
 #: Share of a run that is its warm-up, if `optimizer.warmup_steps` is longer than the run.

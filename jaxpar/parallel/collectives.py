@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.sharding.axes import AXES
+from jaxpar.sharding.axes import AXES, PIPELINE
 
 type Axes = str | tuple[str, ...]
 
@@ -131,3 +131,25 @@ def shift(tree: Any, axis: str, step: int) -> Any:
     n = lax.axis_size(axis)
     ring = [(i, (i + step) % n) for i in range(n)]
     return tree if n == 1 else jax.tree.map(lambda x: lax.ppermute(x, axis, ring), tree)
+
+
+def broadcast_from_last_stage(x: jax.Array) -> jax.Array:
+    """Broadcast the last pipeline stage's value to every stage.
+
+    Args:     x: any shape; read on the last stage only.
+    Communication: all-reduce over PIPELINE, and again in the backward, where the last stage
+              receives the sum of the cotangents and the others zeros.
+    """
+    n = lax.axis_size(PIPELINE)
+    if n == 1:
+        return x
+    own = jnp.where(lax.axis_index(PIPELINE) == n - 1, x, 0)
+    return varying(psum(own, PIPELINE))
+
+
+def sum_over_stages(x: jax.Array) -> jax.Array:
+    """Sum over pipeline stages, with the result on every stage. Transpose: itself.
+
+    Communication: all-reduce over PIPELINE, forward and backward.
+    """
+    return x if lax.axis_size(PIPELINE) == 1 else varying(psum(x, PIPELINE))

@@ -26,7 +26,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxpar.config import Config, ParallelConfig
-from jaxpar.config.layout.token_order import in_zigzag_order
+from jaxpar.config.layout.placement import in_zigzag_order
 from jaxpar.kernels.attention import (
     AttentionMask,
     Choice,

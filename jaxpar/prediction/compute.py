@@ -8,14 +8,15 @@ from jaxpar.components.experts import Experts
 from jaxpar.components.model import Layer
 from jaxpar.config import Config, replace
 from jaxpar.config.features import reads_scores
-from jaxpar.config.layout.expert_placement import spreads_experts
 from jaxpar.config.layout.moment_blocks import uses_blocks
+from jaxpar.config.layout.placement import spreads_experts
 from jaxpar.config.remat_policies import saved_names, without_mark
 from jaxpar.config.schema.items import Remat
 from jaxpar.model.largest_scores import by_kernel
 from jaxpar.model.loss import num_chunks
 from jaxpar.prediction import experts, matrices, rates
 from jaxpar.prediction.hardware import Gpu
+from jaxpar.prediction.kernels import by_kernels
 from jaxpar.prediction.layer_kinds import (
     LayerKind,
     before_stages,
@@ -24,7 +25,6 @@ from jaxpar.prediction.layer_kinds import (
     widths,
 )
 from jaxpar.prediction.memory import factors_per_token, slot_bytes
-from jaxpar.prediction.recurrence import by_kernels
 from jaxpar.prediction.shard import Shard, moment_bytes, state_bytes
 
 

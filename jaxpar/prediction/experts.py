@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxpar.components.experts import Experts
 from jaxpar.config import Config
-from jaxpar.config.layout.expert_placement import expert_parts, expert_ways, token_ways
+from jaxpar.config.layout.placement import expert_parts, expert_ways, token_ways
 from jaxpar.config.remat_policies import saved_names
 from jaxpar.config.schema.items import Remat
 from jaxpar.execution.decisions import on_gpus, rows_per_device

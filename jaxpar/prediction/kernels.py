@@ -1,9 +1,11 @@
-"""Determines the attention kernels that a layout would use on a GPU that is not present."""
+"""Determines the kernels that a layout would use on a GPU that is not present."""
 
+import dataclasses
 import functools
 
 import jax
 
+from jaxpar.components.recurrent import Recurrent
 from jaxpar.config import ComputeConfig, Config, DataConfig, Model, ParallelConfig
 from jaxpar.kernels.attention import choose
 from jaxpar.kernels.platform import Platform
@@ -71,3 +73,26 @@ def _chosen(
         for of, mask in zip(heads, masks, strict=True)
     ]
     return frozenset(name for c in choices for name in (c.forward, c.backward))
+
+
+def with_backend(cfg: Config, platform: Platform) -> Config:
+    """Return the config with the backend that `compute.recurrent_backend` auto takes on a platform.
+
+    The reference, unless kernels compute every recurrence of the model.
+    """
+    c, layers = cfg.compute, cfg.model.layers
+    mixers = {layer.mixer for layer in layers if isinstance(layer.mixer, Recurrent)}
+    if c.recurrent_backend != "auto" or not mixers:
+        return cfg
+    from jaxpar.kernels import recurrence
+
+    shapes = [recurrence.Shape(one.chunk, *one.state[1:], c.dtype) for one in mixers]
+    chosen = {recurrence.choose("auto", shape, platform) for shape in shapes}
+    kernels = all(one.has_kernels for one in mixers) and chosen == {"triton"}
+    there = dataclasses.replace(c, recurrent_backend="triton" if kernels else "reference")
+    return dataclasses.replace(cfg, compute=there)
+
+
+def by_kernels(compute: ComputeConfig) -> bool:
+    """Return whether kernels compute recurrences, after `with_backend`."""
+    return compute.recurrent_backend == "triton"

@@ -27,6 +27,7 @@ from jaxpar.config.schema.items import Remat
 from jaxpar.model.largest_scores import QUERIES, by_kernel
 from jaxpar.model.loss import num_chunks
 from jaxpar.optimizer.rules import rule_of
+from jaxpar.prediction.kernels import by_kernels
 from jaxpar.prediction.layer_kinds import (
     LayerKind,
     before_stages,
@@ -34,7 +35,6 @@ from jaxpar.prediction.layer_kinds import (
     layer_kinds,
     widths,
 )
-from jaxpar.prediction.recurrence import by_kernels
 from jaxpar.prediction.shard import Shard, at_end, before_update, shard_of
 
 # ------------------------------------------------------- The memory of one GPU at its peak, by part

@@ -9,11 +9,10 @@ from jaxpar.config.listed import written
 from jaxpar.config.lists.step_sizes import config_of, step_sizes
 from jaxpar.prediction.communication import Cluster
 from jaxpar.prediction.hardware import GIB
-from jaxpar.prediction.kernels import attention_runs_on_reference, platform_of
+from jaxpar.prediction.kernels import attention_runs_on_reference, platform_of, with_backend
 from jaxpar.prediction.layouts import describe, legal_layouts
 from jaxpar.prediction.memory import MemoryForecast, memory_of
 from jaxpar.prediction.rates import EXPERT_IMBALANCE
-from jaxpar.prediction.recurrence import with_backend
 from jaxpar.prediction.time import StepTime, step_time
 from jaxpar.runtime.stages import stage
 

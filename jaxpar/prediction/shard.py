@@ -27,8 +27,8 @@ from jaxpar.config import (
     replace,
 )
 from jaxpar.config.features import without_state
-from jaxpar.config.layout.expert_placement import expert_ways, spreads_experts
 from jaxpar.config.layout.layer_split import layers_before_stages, layers_per_chunk
+from jaxpar.config.layout.placement import expert_ways, spreads_experts
 from jaxpar.execution.decisions import Execution, on_gpus, rows_per_device
 from jaxpar.model.chunks import layers_of_chunk
 from jaxpar.model.parameters import param_specs, specs_of

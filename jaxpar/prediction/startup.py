@@ -9,13 +9,13 @@ import jax.numpy as jnp
 
 from jaxpar.components.dims import dims_of, numbers, ways_of
 from jaxpar.config import Config, ConfigError, flag
-from jaxpar.config.layout.expert_placement import spreads_experts
+from jaxpar.config.layout.placement import spreads_experts
 from jaxpar.config.lists.step_sizes import config_of, step_sizes
 from jaxpar.kernels.platform import Platform
 from jaxpar.model.flops import num_params
 from jaxpar.prediction.hardware import GIB, NETWORKS, gpu_of_kind
+from jaxpar.prediction.kernels import with_backend
 from jaxpar.prediction.memory import MemoryForecast, memory_of
-from jaxpar.prediction.recurrence import with_backend
 from jaxpar.runtime.host_memory import host_memory
 
 # ---- Compares the predicted memory of a run with that of its devices, before anything is allocated

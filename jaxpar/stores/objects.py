@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxpar.config import ConfigError
+from jaxpar.config.errors import require_package
 from jaxpar.config.json_reader import read_json
-from jaxpar.config.packages import require_package
 from jaxpar.config.rules.paths import Address
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.runtime.files import atomic

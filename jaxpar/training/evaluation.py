@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxpar.checkpoint import best
 from jaxpar.checkpoint.saved import Saved
 from jaxpar.config import Config, ConfigError, EvaluationSet, replace
-from jaxpar.config.lists.held_out_sets import HELD_OUT, TEST, held_out_sets
+from jaxpar.config.lists.datasets import HELD_OUT, TEST, held_out_sets
 from jaxpar.config.lists.step_sizes import without_schedules
 from jaxpar.config.schema.optimizer import AVERAGED
 from jaxpar.data.formats.meta import TRAIN

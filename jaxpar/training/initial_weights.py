@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 from jaxpar.checkpoint.loading import restore_params
 from jaxpar.checkpoint.saved import CARRIED, MODEL_FIELDS, Saved, read_saved, saved_config
 from jaxpar.config import Config, ConfigError, LoraConfig, flag, replace, value_of
+from jaxpar.config.addresses import may_change
 from jaxpar.config.layers import with_classes_of
-from jaxpar.config.lists.init_changes import may_change
 from jaxpar.config.values import to_values
 from jaxpar.model.parameters import specs_of
 from jaxpar.runtime.processes import peers

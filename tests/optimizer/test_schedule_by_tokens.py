@@ -9,8 +9,7 @@ import pytest
 
 from jaxpar.config import BatchSize, Config, ConfigError, SequenceLength, StepShare, replace
 from jaxpar.config.command_line import parse_overrides
-from jaxpar.config.lists.shares import counted
-from jaxpar.config.lists.step_sizes import step_sizes
+from jaxpar.config.lists.step_sizes import counted, step_sizes
 from jaxpar.config.validate import check, resolve
 from jaxpar.optimizer.schedules import learning_rate, shortened
 

@@ -18,8 +18,8 @@ from jaxpar.certification import traces
 from jaxpar.config import ParallelConfig, replace
 from jaxpar.config.validate import resolve
 from jaxpar.parallel import collectives, gradients
+from jaxpar.parallel.collectives import broadcast_from_last_stage, sum_over_stages
 from jaxpar.parallel.fsdp import gather as fsdp
-from jaxpar.parallel.pipeline import stages
 from jaxpar.parallel.tensor import permutes, shards
 from jaxpar.sharding.axes import AXES, BATCH_SPEC, DATA, FSDP_AXES, PIPELINE, SEQUENCE, TENSOR
 from jaxpar.sharding.batch import Batch
@@ -142,8 +142,13 @@ CASES = {
     ),
     "gather_sequence": (TENSOR, shards.gather_sequence, gathered(1), scattered(1)),
     "scatter_sequence": (TENSOR, shards.scatter_sequence, scattered(1), gathered(1)),
-    "broadcast_from_last_stage": (PIPELINE, stages.broadcast_from_last_stage, from_last, to_last),
-    "sum_over_stages": (PIPELINE, stages.sum_over_stages, summed, summed),
+    "broadcast_from_last_stage": (
+        PIPELINE,
+        broadcast_from_last_stage,
+        from_last,
+        to_last,
+    ),
+    "sum_over_stages": (PIPELINE, sum_over_stages, summed, summed),
 }
 
 
@@ -367,8 +372,8 @@ def test_over_axes_of_size_1_the_argument_itself_comes_back(devices):
             assert collectives.psum_scatter(x, axes, 0) is x
             assert collectives.all_to_all(x, axes, 0, 1) is x
         assert collectives.shift(x, PIPELINE, 1) is x
-        assert stages.broadcast_from_last_stage(x) is x
-        assert stages.sum_over_stages(x) is x
+        assert broadcast_from_last_stage(x) is x
+        assert sum_over_stages(x) is x
         return x
 
     per_device(fn, mesh_of(devices, DATA, 1), normal(1, 2, 2))

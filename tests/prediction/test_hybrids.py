@@ -11,9 +11,9 @@ from jaxpar.config.command_line import load_config
 from jaxpar.config.validate import resolve
 from jaxpar.kernels.platform import Platform
 from jaxpar.model import flops
+from jaxpar.prediction.kernels import with_backend
 from jaxpar.prediction.layer_kinds import layer_kinds
 from jaxpar.prediction.memory import memory_of, saved_per_token
-from jaxpar.prediction.recurrence import with_backend
 from jaxpar.prediction.shard import shard_of
 from tests.meshes.test_recurrent_layers import DELTA_NET, KIMI_LINEAR, NEMOTRON_H
 

@@ -16,7 +16,7 @@ from jaxpar.checkpoint.saved import read_saved, saved_config
 from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, EvaluationSet, replace
 from jaxpar.config.command_line import parse_overrides, read_config
-from jaxpar.config.lists.held_out_sets import held_out_sets
+from jaxpar.config.lists.datasets import held_out_sets
 from jaxpar.config.validate import check
 from jaxpar.config.values import SavedValue
 from jaxpar.data.formats.tokens import TokenDataset

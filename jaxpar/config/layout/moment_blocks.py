@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from jaxpar.components.dims import dims_of
 from jaxpar.components.model import Model
 from jaxpar.components.weight import RULES
-from jaxpar.config.layout.expert_placement import spreads_experts
+from jaxpar.config.layout.placement import spreads_experts
 from jaxpar.config.schema import OptimizerConfig, ParallelConfig
 
 #: The storage of a moment as 8-bit codes with one float32 scale a block.

@@ -16,7 +16,7 @@ from jaxpar.components.weight import RULES
 from jaxpar.config import Config, ConfigError, ParallelConfig, default_of, flag, require
 from jaxpar.config.fields import refused
 from jaxpar.config.layers import addressed
-from jaxpar.config.layout.expert_placement import spreads_experts
+from jaxpar.config.layout.placement import spreads_experts
 
 #: What the Triton kernels of recurrences compute: tokens of a chunk, widths of keys and values.
 KEYS, CHUNKS, VALUES = (64, 128), (32, 64), 64

@@ -4,7 +4,7 @@ import math
 from typing import NamedTuple
 
 from jaxpar.config import Config, flag, require, value_of
-from jaxpar.config.layout.token_order import in_zigzag_order
+from jaxpar.config.layout.placement import in_zigzag_order
 
 
 class _Division(NamedTuple):

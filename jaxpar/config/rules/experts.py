@@ -6,7 +6,7 @@ from jaxpar.components.experts import Experts, experts_in
 from jaxpar.components.model import Layer
 from jaxpar.config import Config, Model, default_of, flag, require, value_of
 from jaxpar.config.fields import refused
-from jaxpar.config.layout.expert_placement import expert_ways
+from jaxpar.config.layout.placement import expert_ways
 from jaxpar.config.lists.recorded_steps import MAX_BYTES, MAX_STEPS, bytes_of_a_step
 
 #: Fields of runs that only a model with experts reads.

@@ -1,8 +1,9 @@
-"""Rules about the model: its vocabulary, matmuls, attention backends, norm and positions."""
+"""Rules about the model: vocabulary, matmuls, attention backends, norm, positions and µP."""
 
 from collections.abc import Sequence
 
-from jaxpar.config import Config, default_of, flag, require
+from jaxpar.components.sizes import d_ff, head_dim
+from jaxpar.config import Config, default_of, flag, require, value_of
 from jaxpar.config.fields import refused
 from jaxpar.config.layers import addressed
 
@@ -67,3 +68,16 @@ def of_stream(cfg: Config) -> None:
     ways = flag(path, cfg.data.seq_len), flag("data.seq_len", m.max_positions or 1)
     ok = not m.max_positions or m.max_positions >= cfg.data.seq_len
     require(ok, cfg, path, rule, *ways)
+
+
+def mup(cfg: Config) -> None:
+    """Check the sizes of the base model of µP."""
+    m = cfg.model
+    if m.mup is None:
+        return
+    sizes = {"base_width": m.d_model, "base_d_ff": d_ff(m)}
+    sizes |= {"base_head_dim": head_dim(m), "base_depth": m.num_layers}
+    for name, size in sizes.items():
+        path = f"model.mup.{name}"
+        given = value_of(cfg, path)
+        require(given is None or given >= 1, cfg, path, "must be at least 1", flag(path, size))

@@ -6,8 +6,8 @@ from typing import Any
 
 from jaxpar.config import Config, ConfigError, default_of, flag, require, value_of
 from jaxpar.config.fields import refused, turning_off
-from jaxpar.config.lists.held_out_sets import HELD_OUT, TEST
-from jaxpar.config.lists.shares import check_shares
+from jaxpar.config.lists.datasets import HELD_OUT, TEST
+from jaxpar.config.lists.step_sizes import check_shares
 from jaxpar.config.rules.paths import (
     FIELD,
     check_path,

@@ -12,11 +12,10 @@ from jaxpar.components.feed_forward import Glu
 from jaxpar.components.model import Layer, Model
 from jaxpar.config.schema.compute import ComputeConfig
 from jaxpar.config.schema.data import DataConfig
-from jaxpar.config.schema.diloco import DilocoConfig
 from jaxpar.config.schema.metrics import MetricsConfig, ProfileConfig
 from jaxpar.config.schema.objectives import DistillConfig, DpoConfig
 from jaxpar.config.schema.optimizer import EmaConfig, OptimizerConfig
-from jaxpar.config.schema.parallel import ClusterConfig, ParallelConfig
+from jaxpar.config.schema.parallel import ClusterConfig, DilocoConfig, ParallelConfig
 from jaxpar.config.schema.run import CheckpointConfig, GuardConfig, MemoryConfig, RunConfig
 from jaxpar.config.schema.train import EvaluationConfig, LoraConfig, TrainConfig
 

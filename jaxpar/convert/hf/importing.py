@@ -24,7 +24,7 @@ from jaxpar.config import (
     ParallelConfig,
     RunConfig,
 )
-from jaxpar.config.lists.init_changes import may_change
+from jaxpar.config.addresses import may_change
 from jaxpar.config.rules.paths import check_run_folder
 from jaxpar.config.serialize import to_json
 from jaxpar.config.validate import check

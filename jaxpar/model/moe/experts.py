@@ -30,7 +30,7 @@ from jax import lax
 
 from jaxpar.components.experts import Experts
 from jaxpar.components.feed_forward import Glu
-from jaxpar.config.layout.expert_placement import spreads_experts
+from jaxpar.config.layout.placement import spreads_experts
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named, named_plan
 from jaxpar.kernels import grouped_matmul as kernels

@@ -19,7 +19,7 @@ from jax import lax
 
 from jaxpar.components.experts import Experts
 from jaxpar.config import Config
-from jaxpar.config.layout.expert_placement import spreads_experts
+from jaxpar.config.layout.placement import spreads_experts
 from jaxpar.execution.remat import named_plan
 from jaxpar.model import probes
 from jaxpar.model.attention_context import component

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxpar.config import ParallelConfig
-from jaxpar.config.layout.expert_placement import spreads_experts
+from jaxpar.config.layout.placement import spreads_experts
 from jaxpar.kernels.grouped_matmul import Parts
 from jaxpar.parallel.collectives import Axes
 from jaxpar.parallel.tensor import permutes

@@ -11,8 +11,8 @@ from jax import lax
 from jaxpar.components.experts import LOSSES, Experts, experts_in, stacks_of_experts
 from jaxpar.components.model import STACK_OF_MODULES
 from jaxpar.config import Config, Model
-from jaxpar.config.layout.expert_placement import expert_ways
 from jaxpar.config.layout.layer_split import is_equal
+from jaxpar.config.layout.placement import expert_ways
 from jaxpar.config.metrics import Metric
 from jaxpar.model.chunks import layers_of_chunk
 from jaxpar.model.probes import LayerProbe, Probed, Seen

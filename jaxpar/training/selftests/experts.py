@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxpar.components.experts import Experts, experts_in
 from jaxpar.components.feed_forward import ClampedSwiglu
 from jaxpar.config import ComputeConfig, Config, ConfigError, Model
-from jaxpar.config.layout.expert_placement import expert_ways
+from jaxpar.config.layout.placement import expert_ways
 from jaxpar.execution.decisions import Execution
 from jaxpar.kernels import grouped_matmul as kernels
 from jaxpar.kernels.grouped_matmul.capability import refusal_in_float8

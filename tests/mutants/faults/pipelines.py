@@ -9,7 +9,7 @@ BUBBLE = "llama3_8b pipeline=4,num_microbatches=8,schedule=zero_bubble,layer_loo
 
 SLOTS, RUNNER = "jaxpar/parallel/pipeline/slots.py", "jaxpar/parallel/pipeline/runner.py"
 SCHEDULES, ORDER = "jaxpar/parallel/pipeline/schedules.py", "jaxpar/step/layer_order.py"
-STAGES = "jaxpar/parallel/pipeline/stages.py"
+STAGES = "jaxpar/parallel/collectives.py"
 
 FAULTS = (
     Fault(

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxpar.config.features import declarations
+from jaxpar.config.features import DECLARATIONS
 
 MATMUL, ATTENTION, COMMUNICATION = "matmul", "attention", "communication"
 FUSION, COPY, PALLAS, OTHER = "fusion", "copy", "pallas", "other"
@@ -145,7 +145,7 @@ BLOCKS = (
     *("plan", "permute", "down", "combine", "weight_gradients", "shared_experts"),
     *("adapters", "clip", "grad_norm", "gather_weights", "float8_scales", "scatter_gradients"),
     *("reduce_gradients", "between_stages", "exchange_matrices", "newton_schulz"),
-    *("largest_logits", *(scope for one in declarations() for scope in one.scopes)),
+    *("largest_logits", *(scope for one in DECLARATIONS for scope in one.scopes)),
 )
 
 #: Parts of a name that JAX adds for its own structure.

@@ -1,6 +1,6 @@
-"""On which devices a layer's experts are: those of the expert axis, or of tensor ranks too."""
+"""Which devices have which experts, and in which order a sequence axis stores tokens."""
 
-from jaxpar.config.schema import ParallelConfig
+from jaxpar.config.schema import Config, ParallelConfig
 
 
 def spreads_experts(p: ParallelConfig) -> bool:
@@ -21,3 +21,12 @@ def expert_parts(p: ParallelConfig) -> int:
 def token_ways(p: ParallelConfig) -> int:
     """Return over how many devices a layer with experts divides the tokens of a sequence."""
     return p.sequence * (p.tensor if spreads_experts(p) else 1)
+
+
+def in_zigzag_order(cfg: Config) -> bool:
+    """Return whether a sequence axis stores tokens in zigzag order.
+
+    The order balances the work of causal attention. A recurrent layer needs text order, in which a
+    device's tokens follow those of the device before.
+    """
+    return cfg.parallel.context != "ulysses" and not cfg.model.recurrent

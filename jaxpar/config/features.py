@@ -1,12 +1,8 @@
 """What is known of features of steps without JAX: what turns them on, what they keep.
 
-A file of this folder has the `DECLARATION` of a feature. What restores, plans and reads
-profiles finds it here, and names no feature.
+What restores, plans and reads profiles looks here, and names no feature.
 """
 
-import functools
-import importlib
-import pkgutil
 from dataclasses import dataclass
 
 from jaxpar.config import Config, replace, value_of
@@ -31,19 +27,19 @@ class Declaration:
         return value_of(cfg, self.switch) != value_of(Config(), self.switch)
 
 
-@functools.cache
-def declarations() -> tuple[Declaration, ...]:
-    """Return the declaration of each feature that has one."""
-    modules = (f"{__name__}.{found.name}" for found in pkgutil.iter_modules(__path__))
-    return tuple(importlib.import_module(name).DECLARATION for name in sorted(modules))
+#: The features that have something to declare.
+DECLARATIONS = (
+    Declaration(switch="optimizer.ema", has_state=True, storage=("optimizer.ema.dtype",)),
+    Declaration(switch="optimizer.qk_clip", reads_scores=True, scopes=("qk_clip",)),
+)
 
 
 def without_state(cfg: Config) -> Config:
     """Return the config without features that have arrays like the parameters."""
-    off = {o.switch: value_of(Config(), o.switch) for o in declarations() if o.has_state}
+    off = {o.switch: value_of(Config(), o.switch) for o in DECLARATIONS if o.has_state}
     return replace(cfg, **off)
 
 
 def reads_scores(cfg: Config) -> bool:
     """Whether layers compute attention scores a second time."""
-    return any(one.reads_scores and one.is_on(cfg) for one in declarations())
+    return any(one.reads_scores and one.is_on(cfg) for one in DECLARATIONS)

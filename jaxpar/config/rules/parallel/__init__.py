@@ -1,1 +1,0 @@
-"""Rules about ways to use an axis of the mesh: pipeline schedules, and replicas on their own."""
