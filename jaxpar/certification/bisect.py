@@ -48,7 +48,6 @@ from jaxpar.certification.traces import Arrays
 from jaxpar.checkpoint.loading import restore
 from jaxpar.checkpoint.saved import read_saved, saved_steps
 from jaxpar.config import Config, ConfigError, replace, value_of
-from jaxpar.config.code import with_code
 from jaxpar.config.config_file import load_config
 from jaxpar.config.json_reader import UnreadableJson, read_json_object
 from jaxpar.config.validate import check, resolve
@@ -160,10 +159,10 @@ def _is_run(name: str) -> bool:
     return Path(name, "config.json").is_file()
 
 
-def _config(name: str, number: int, like: Config | None) -> Config:
+def _config(name: str, number: int, like: Config | None, code: Sequence[str]) -> Config:
     """Return the config of a step of a run, or a config for the devices of a run."""
     if _is_run(name):
-        return config_of_step(Path(name), checkpoint_with(Path(name), number))
+        return config_of_step(Path(name), checkpoint_with(Path(name), number), code)
     cfg = load_config(name)
     assert like is not None
     if cfg.run.cpu_devices == 0 and like.run.cpu_devices:
@@ -246,8 +245,8 @@ class Bisect:
         self.begin = _begin_together(*names)
         self._parted = _first_parted(*names, self.begin) if _is_run(options.b) else None
         number = self._parted or self.begin + 1
-        first = with_code(_config(options.a, number, None), options.code)
-        configs = first, with_code(_config(options.b, number, first), options.code)
+        first = _config(options.a, number, None, options.code)
+        configs = first, _config(options.b, number, first, options.code)
         for name, cfg in zip(names, configs, strict=True):
             _refuse(name, cfg)
         simulated = max(cfg.run.cpu_devices for cfg in configs)

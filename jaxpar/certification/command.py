@@ -25,7 +25,8 @@ from jaxpar.config.command_line import expand_set_options, parse_overrides
 from jaxpar.config.lists.step_sizes import without_schedules
 from jaxpar.config.model_source import ModelReader, take_source
 from jaxpar.config.rules.paths import with_paths, with_store
-from jaxpar.config.validate import check, values_of
+from jaxpar.config.rules.run import values_of
+from jaxpar.config.validate import check
 from jaxpar.model.own_components import computes_itself
 from jaxpar.model.parameters import param_specs
 from jaxpar.monitoring.certificate import (

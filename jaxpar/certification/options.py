@@ -117,3 +117,5 @@ class ReplayOptions:
     """Step to repeat, counted from 1 as in metrics.jsonl."""
     repeat: Annotated[int, Range(1, 1000, 2)] = 2
     """Number of repetitions on the same devices."""
+    code: Annotated[tuple[str, ...], Written("FILE")] = ()
+    """Files with the code of users' classes in the run's config."""

@@ -15,6 +15,7 @@ from jaxpar.checkpoint.inspection import require_whole
 from jaxpar.checkpoint.loading import check_resumable, restore
 from jaxpar.checkpoint.saved import first_whole, read_saved, saved_config, saved_steps
 from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.code import with_code
 from jaxpar.config.json_reader import UnreadableJson, read_json
 from jaxpar.config.options import check_ranges
 from jaxpar.config.rules.limits import MAX_INT
@@ -150,7 +151,7 @@ class Replay:
         for record in self.records.values():
             check_inputs(record, folder)
         taken_by = checkpoint_with(folder, self.number)
-        self.cfg = config_of_step(folder, taken_by)
+        self.cfg = config_of_step(folder, taken_by, options.code)
         runtime.start(self.cfg)
         require_devices(self.cfg)
         self.begin = checkpoint_before(folder, self.number)
@@ -213,13 +214,14 @@ def bits_of(measured: Mapping[str, Any]) -> dict[str, str]:
     return {name: bits(float(measured[name])) for name in ("loss", "grad_norm")}
 
 
-def config_of_step(folder: Path, taken_by: int | None) -> Config:
+def config_of_step(folder: Path, taken_by: int | None, code: Sequence[str] = ()) -> Config:
     """Load the config of a step of a run, for one process.
 
     The checkpoint before the step may have another config: a resumed run may change its
     learning rate, its length or its mesh.
 
-    Args:     taken_by: the first checkpoint that contains the step; None: the latest start.
+    Args:     taken_by: the first checkpoint that contains the step; None: the latest start. code:
+              files with the code of users' classes.
     """
     if taken_by is not None:
         cfg = saved_config(folder, taken_by)
@@ -228,6 +230,7 @@ def config_of_step(folder: Path, taken_by: int | None) -> Config:
     # A cache of compiled programs is code: do not use one named by another's config.
     own = {"run.compilation_cache": Config().run.compilation_cache}
     cfg = replace(cfg, **{"run.dir": str(folder), "checkpoint.resume": "auto"}, **own)
+    cfg = with_code(cfg, code)
     check(cfg)
     return in_one_process(cfg)
 

@@ -6,9 +6,7 @@
 combinations are one table, `incompatible.py`, and so is divisibility, `rules/divisibility.py`.
 """
 
-from collections.abc import Iterator
-
-from jaxpar.config import Config, value_of
+from jaxpar.config import Config
 from jaxpar.config.explain import Rule, collected, explained
 from jaxpar.config.incompatible import combinations
 from jaxpar.config.lists.step_sizes import fill_shares
@@ -60,14 +58,13 @@ from jaxpar.config.rules.run import (
     best,
     evaluation,
     initial_weights,
+    own_values,
     places,
     profile,
     saving,
     schedule,
 )
 from jaxpar.config.rules.type_check import wrong_sections, wrong_types
-from jaxpar.config.validate import own_values
-from jaxpar.config.values import FIELDS, Value
 
 #: Rules that the others build on: they are checked first.
 _BASIC = (
@@ -161,18 +158,3 @@ def _of_mesh(cfg: Config) -> None:
 def _each_rule(cfg: Config) -> None:
     for stage in ((numbers, items), _BASIC, _RULES):
         collected(stage, cfg)
-
-
-def own_values(cfg: Config) -> None:
-    """Let each value check the config that holds it."""
-    for path, value in values_of(cfg):
-        value.check(cfg, path)
-
-
-def values_of(cfg: Config) -> Iterator[tuple[str, Value]]:
-    """Yield every value of a config, with the path of its field."""
-    for path, (_, several) in FIELDS.items():
-        held = value_of(cfg, path)
-        for value in held if several else (held,):
-            if isinstance(value, Value):
-                yield path, value

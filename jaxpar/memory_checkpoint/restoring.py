@@ -216,7 +216,7 @@ AT_A_TIME = 8
 def restore(cfg: Config, mesh: Mesh, place: MemoryPlace, found: FoundCopy) -> TrainState:
     """Restore the run's state onto this mesh, from a copy that any mesh has made.
 
-    Returns:  as `checkpoint.restore`.
+    Returns:  as `checkpoint.loading.restore`.
     Raises:   Damaged, in all processes, when a piece is damaged or lost wherever it was.
     """
     with Hosts(place) as hosts:

@@ -81,7 +81,7 @@ def choose_together(
     """`choose` in process 0, for all processes, which call this together.
 
     Args:     copies, in_folder: as for `Run`.
-    Raises:   as `choose`, and as `checkpoint.starting_step`; in the others, PeerFailed.
+    Raises:   as `choose`, and as `starting_step`; in the others, PeerFailed.
     """
 
     def work() -> Choice:

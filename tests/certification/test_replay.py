@@ -14,6 +14,8 @@ import pytest
 from jaxpar.certification import replay
 from jaxpar.checkpoint.saved import METADATA, checkpoint_folder, saved_steps
 from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.config_file import CONFIGS, load_config
+from jaxpar.config.serialize import to_json
 from jaxpar.monitoring.recent_steps import RECENT_FILE, bits, read_recent
 from jaxpar.runtime import exit_codes
 from jaxpar.step import train_step
@@ -59,6 +61,16 @@ def again(run, only_devices, capsys, monkeypatch):
         return text
 
     return take
+
+
+def test_a_run_of_own_components_is_replayed_with_its_code(tmp_path):
+    file = str(CONFIGS / "sigmoid_attention.py")
+    asked = replace(load_config(file), **{"run.dir": str(tmp_path), "parallel.data": 1})
+    (tmp_path / "config.json").write_text(to_json(asked))
+    found = replay.config_of_step(tmp_path, None, (file,))
+    assert found.model == asked.model and found.train.loss == asked.train.loss
+    with pytest.raises(ConfigError, match=r"code is not loaded.*--code sigmoid_attention\.py"):
+        replay.config_of_step(tmp_path, None)
 
 
 def change(run: Path, number: int, loss: float) -> None:

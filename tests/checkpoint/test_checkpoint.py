@@ -379,7 +379,8 @@ def test_a_folder_that_cannot_be_written_is_noticed_at_once(setup):
 KILLED_WHILE_SAVING = """
 import jax, os, signal, sys, time
 jax.config.update("jax_num_cpu_devices", 2)
-from jaxpar import checkpoint
+from jaxpar.checkpoint.saved import checkpoint_folder
+from jaxpar.checkpoint.saving import Checkpointer
 from jaxpar.config import serialize
 from jaxpar.step import state
 from jaxpar.sharding.mesh import make_mesh
@@ -387,9 +388,9 @@ cfg = serialize.from_json(sys.stdin.read())
 mesh = make_mesh(cfg.parallel)
 zeros = jax.tree.map(lambda a: jax.numpy.zeros(a.shape, a.dtype), state.abstract_state(cfg))
 zeros = jax.device_put(zeros, state.state_shardings(cfg, mesh))
-checkpointer = checkpoint.Checkpointer(cfg)
+checkpointer = Checkpointer(cfg)
 checkpointer.save(zeros, 6, tokens_seen=0)
-while not list(checkpoint.folder(cfg.run.dir).glob("6*")):
+while not list(checkpoint_folder(cfg.run.dir).glob("6*")):
     time.sleep(0.001)
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -28,7 +28,7 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)
 jax.distributed.initialize(f"127.0.0.1:{port}", 2, number, cluster_detection_method="deactivate")
 from pathlib import Path
-from jaxpar import checkpoint
+from jaxpar.checkpoint.saving import Checkpointer
 from jaxpar.config import serialize
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.replica_check import ReplicaCheck
@@ -36,7 +36,7 @@ from tests.checkpoint.test_checkpoint import random_state
 from tests.checkpoint.test_damage import damage_array
 cfg = serialize.from_json(Path(sys.argv[3]).read_text())
 mesh = make_mesh(cfg.parallel)
-with checkpoint.Checkpointer(cfg) as saver:
+with Checkpointer(cfg) as saver:
     for step in (2, 4):
         now = random_state(cfg, mesh, step)
         assert saver.save(now, step, tokens_seen=0)

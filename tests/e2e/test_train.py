@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: checkpoints so far are written: SIGNAL STEP CHECKPOINTS CONFIG ...
 INTERRUPTED = """
 import os, signal, sys, time
-from jaxpar import checkpoint
+from jaxpar.checkpoint.saved import saved_steps
 from jaxpar.commands import call
 from jaxpar.runtime.program import run_program
 from jaxpar.monitoring import metrics
@@ -49,7 +49,7 @@ sys.argv[1:4] = []
 write_previous = metrics.MetricsWriter.write_previous
 def interrupted(self, step, *measured):
     if step == at:
-        while len(checkpoint.saved_steps(self.cfg.run.dir)) < saved:
+        while len(saved_steps(self.cfg.run.dir)) < saved:
             time.sleep(0.01)
         os.kill(os.getpid(), getattr(signal, number))
     write_previous(self, step, *measured)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from jaxpar.config import Config, ConfigError, default_of, flag, require, value_of
@@ -16,6 +17,7 @@ from jaxpar.config.rules.paths import (
     read_address,
 )
 from jaxpar.config.schema.optimizer import AVERAGED
+from jaxpar.config.values import FIELDS, Value
 
 #: Names of sets become parts of the names of metrics.
 _SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -150,3 +152,18 @@ def profile(cfg: Config) -> None:
     require(not every or start > 0, cfg, path, rule, flag("profile.start", 100), flag(path, 0))
     rule = f"must be more than profile.num_steps = {steps}, so that profiles do not overlap"
     require(not every or every > steps, cfg, path, rule, flag(path, 10 * steps), flag(path, 0))
+
+
+def own_values(cfg: Config) -> None:
+    """Let each value check the config that holds it."""
+    for path, value in values_of(cfg):
+        value.check(cfg, path)
+
+
+def values_of(cfg: Config) -> Iterator[tuple[str, Value]]:
+    """Yield every value of a config, with the path of its field."""
+    for path, (_, several) in FIELDS.items():
+        held = value_of(cfg, path)
+        for value in held if several else (held,):
+            if isinstance(value, Value):
+                yield path, value

@@ -326,7 +326,7 @@ def copy_in(
 
 
 def load_params(source: PublishedModel, cfg: Config, mesh: Mesh, log: Callable[[str], None]) -> Any:
-    """Load the parameters of a published model, as `checkpoint.restore_params` does for a run.
+    """Load the parameters of a published model, as `restore_params` does for a run.
 
     The host needs memory for one device's shard of the largest parameter.
 
