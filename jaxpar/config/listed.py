@@ -122,17 +122,17 @@ def read_list(text: str, item: Any) -> tuple[Any, ...]:
     """
     if item is None:
         raise ValueError("is set in Python")
-    texts = _split(text, ",") if text.strip() else []
+    texts = split(text, ",") if text.strip() else []
     return tuple(_read_item(one.strip(), item) for one in texts)
 
 
-def mended(text: str, item: Any) -> tuple[Any, ...]:
-    """Return the items of a text that parse, and those that do with the most similar names, or
-    with other numbers at the end."""
+def closest_list(text: str, item: Any) -> tuple[Any, ...]:
+    """Return the items of a text that parse as they are, with the most similar names, or with
+    other numbers at the end."""
     hints, found = list(hints_of(item).values()), list[Any]()
     numbers = list(map(good_number, hints[: _required(item)]))
-    for one in _split(text, ","):
-        parts = _split(one.strip(), ":")
+    for one in split(text, ","):
+        parts = split(one.strip(), ":")
         for i, (part, hint) in enumerate(zip(parts, hints, strict=False)):
             names = [name for name in members(hint) if isinstance(name, str)]
             parts[i] = next(iter(difflib.get_close_matches(part, names, n=1)), part)
@@ -156,7 +156,7 @@ def _required(item: Any) -> int:
 def _read_item(text: str, item: Any) -> Any:
     if not has_fields(item):
         return _read_part(text, item)
-    fields, hints, parts = dataclasses.fields(item), hints_of(item), _split(text, ":")
+    fields, hints, parts = dataclasses.fields(item), hints_of(item), split(text, ":")
     required = _required(item)
     if len(parts) < required:
         raise ValueError(f"{text!r} has no {fields[len(parts)].name}")
@@ -205,7 +205,7 @@ def _kind(hint: Any) -> str:
     return " or ".join(found)
 
 
-def _split(text: str, separator: str) -> list[str]:
+def split(text: str, separator: str) -> list[str]:
     """Split a text at a separator that is not within brackets."""
     parts, depth = [""], 0
     for char in text:

@@ -1,5 +1,6 @@
 """Bad settings of experts: each is one error that names field, value, rule and fix."""
 
+import dataclasses
 import re
 
 import pytest
@@ -36,6 +37,8 @@ STAGES = DENSE | {"parallel.pipeline": 2, "parallel.num_microbatches": 2}
 LORA = {"lora.rank": 2, "lora.targets": ("q_proj",)}
 NO_EXPERTS = {FF: GLU}
 RECORD = {"run.record_routing": (1, 3)}
+MORE = dataclasses.replace(EXPERTS, experts_per_token=EXPERTS.experts_per_token + 1)
+TWO_KINDS = {"model.layers": [Layer("one", ATTENTION, EXPERTS), Layer("more", ATTENTION, MORE)]}
 WIDE = Experts(expert=Glu(32), num_experts=4, experts_per_token=2)
 FLOAT8 = {"compute.matmul_dtype": "float8", "model.d_model": 32, FF: WIDE} | {
     "model.layers.mixer.num_heads": 8,
@@ -163,6 +166,7 @@ CASES = [
         FLOAT8 | {"parallel.gather_dtype": "float8", "parallel.zero": 1},
         "gather_dtype = 'float8': is not supported with parallel.zero = 1.*-dtype compute",
     ),
+    (RECORD | TWO_KINDS, "record_routing = '1,3': needs layers with equal numbers of experts"),
     (RECORD | NO_EXPERTS, "record_routing = '1,3': needs experts.*--run.record-routing ''"),
     (
         RECORD | LORA,

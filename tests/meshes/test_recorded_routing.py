@@ -101,7 +101,8 @@ def other_routing(cfg: Config) -> np.ndarray:
     routed, rng = routed_in(cfg), np.random.default_rng(0)
     tokens = cfg.train.global_batch_size, cfg.data.seq_len, len(routed)
     drawn = rng.random((*tokens, routed[0].num_experts)).argsort(axis=-1)
-    return drawn[..., : routed[0].experts_per_token].astype(np.uint8)
+    kind = np.uint8 if routed[0].num_experts <= 256 else np.uint16
+    return drawn[..., : routed[0].experts_per_token].astype(kind)
 
 
 @functools.cache
@@ -154,6 +155,32 @@ def test_stages_of_several_chunks_or_of_unequal_sizes(mesh, devices):
 @pytest.mark.slow
 def test_after_dense_layers(devices):
     check_repeated("expert=2,data=2,layer_loop=unroll", WITH_DENSE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "expert=2,layer_loop=scan",
+        "pipeline=2,num_microbatches=2,layer_loop=scan",
+        "pipeline=2,virtual_stages=2,num_microbatches=2,layer_loop=unroll",
+    ],
+)
+def test_layers_that_alternate(mesh, devices):
+    """Dense ones with experts, and experts of two names: a scan has several layers in a step."""
+    dense, moe = WITH_DENSE.model.layers[:2]
+    period = dense, moe, dataclasses.replace(moe, name="other_layers"), dense
+    model = WITH_DENSE.model.with_layers(period * (4 if "virtual" in mesh else 2))
+    check_repeated(mesh, dataclasses.replace(WITH_DENSE, model=model))
+
+
+@pytest.mark.slow
+def test_more_experts_than_a_byte_counts(devices):
+    many = {
+        "model.layers.feed_forward.num_experts": 272,
+        "model.layers.feed_forward.expert.d_ff": 4,
+    }
+    check_repeated("expert=2", replace(DEEPSEEK, **many))
 
 
 def check_repeated(mesh: str, cfg: Config) -> None:

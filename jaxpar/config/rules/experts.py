@@ -96,6 +96,9 @@ def _recording(cfg: Config) -> None:
     rule = f"must name steps of the run, from 1 to train.num_steps = {last}"
     ways = flag(path, (last,)), flag("train.num_steps", max(steps))
     require(max(steps) <= last, cfg, path, rule, *ways)
+    kinds = {(one.num_experts, one.experts_per_token) for one in experts_in(cfg.model)}
+    rule = "needs layers with equal numbers of experts, and of experts per token"
+    require(len(kinds) == 1, cfg, path, rule, flag(path, ()))
     shown, size = steps[: MAX_STEPS // 10], bytes_of_a_step(cfg)
     rule = f"names {len(steps)} steps, and must name at most {MAX_STEPS}"
     require(len(steps) <= MAX_STEPS, cfg, path, rule, flag(path, shown))

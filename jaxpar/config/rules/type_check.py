@@ -13,12 +13,12 @@ from jaxpar.config import Config, ConfigError, default_of, flag
 from jaxpar.config.fields import field_types, section_of
 from jaxpar.config.layers import FIELD, check_layers
 from jaxpar.config.listed import (
+    closest_list,
     form,
     has_fields,
     hints_of,
     item_of,
     members,
-    mended,
     plain,
     read_list,
 )
@@ -167,7 +167,7 @@ def _example(path: str, value: Any, hint: Any) -> str:
 def _near(value: Any, item: Any) -> tuple[Any, ...]:
     """Return the items of a list that are of their type, and the most similar names of others."""
     if isinstance(value, str) and has_fields(item):
-        return mended(value, item)
+        return closest_list(value, item)
     values = value.split(",") if isinstance(value, str) else value
     names = [one for one in members(item) if isinstance(one, str)]
     found: list[Any] = []

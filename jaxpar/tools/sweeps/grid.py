@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.addresses import addresses_layers, value_at
 from jaxpar.config.command_line import parse_overrides
+from jaxpar.config.errors import shown
 from jaxpar.config.fields import default_of, leaf_paths
+from jaxpar.config.listed import split, written
 from jaxpar.config.validate import check
 
 #: Most runs of a sweep.
@@ -59,7 +61,7 @@ class SweepPoint:
 def points_of(base: Config, texts: Sequence[str]) -> list[SweepPoint]:
     """Return the points of a grid, in the order of its values: the last field varies fastest.
 
-    Args:     texts: each "section.field=value,value".
+    Args:     texts: each "section.field=value,value". A list of several items is in brackets.
     Raises:   one ConfigError about everything that is wrong: with the grid, or with the config at
               some of its points.
     """
@@ -73,7 +75,7 @@ def points_of(base: Config, texts: Sequence[str]) -> list[SweepPoint]:
         try:
             points.append(_point(base, dict(zip(axes, texts_of_point, strict=True))))
         except ConfigError as error:
-            wrong.append(f"{error.field} = {error.value!r} {error.rule}")
+            wrong.append(f"{error.field} = {shown(error.value)} {error.rule}")
     _refuse(texts, list(dict.fromkeys(wrong)))
     same = [name for name, n in Counter(point.name for point in points).items() if n > 1]
     _refuse(texts, [f"has two runs with the folder {name}" for name in same])
@@ -91,7 +93,7 @@ def _axes(base: Config, texts: Sequence[str]) -> tuple[dict[str, list[str]], lis
     wrong = []
     for text in texts:
         name, given, listed = text.removeprefix("--").partition("=")
-        path, values = name.replace("-", "_"), listed.split(",")
+        path, values = name.replace("-", "_"), split(listed, ",")
         if not given:
             wrong.append(f"{text!r} is not section.field=value,value")
         elif path not in leaf_paths() and not addresses_layers(base, path):
@@ -103,8 +105,16 @@ def _axes(base: Config, texts: Sequence[str]) -> tuple[dict[str, list[str]], lis
         elif "" in values:
             wrong.append(f"{path} has an empty value")
         else:
-            axes[path] = values
+            axes[path] = [_without_brackets(base, path, value) for value in values]
     return axes, wrong
+
+
+def _without_brackets(base: Config, path: str, text: str) -> str:
+    """Return a list of several items as on a command line: [a,b] is a,b."""
+    given = default_of(path) if path in leaf_paths() else value_at(base, path)
+    in_brackets, inside = text.startswith("[") and text.endswith("]"), text[1:-1]
+    is_list = isinstance(given, tuple) or len(split(inside, ",")) > 1
+    return inside if in_brackets and is_list else text
 
 
 def _point(base: Config, values: dict[str, str]) -> SweepPoint:
@@ -116,7 +126,7 @@ def _point(base: Config, values: dict[str, str]) -> SweepPoint:
     check(cfg)
     leaves = [path.rpartition(".")[2] for path in values]
     short = {p: leaf for p, leaf in zip(values, leaves, strict=True) if leaves.count(leaf) == 1}
-    parts = [f"{short.get(path, path)}={value_at(cfg, path)}" for path in values]
+    parts = [f"{short.get(path, path)}={written(value_at(cfg, path))}" for path in values]
     return SweepPoint(_UNSAFE.sub("_", ",".join(parts))[:MAX_NAME], values, cfg)
 
 

@@ -179,6 +179,20 @@ def test_names_are_folders():
     assert [point.cfg.model.layers[-1].feed_forward.d_ff for point in starred] == [256, 512]
 
 
+@pytest.mark.parametrize(
+    ("grid", "names"),
+    [
+        ("train.z_loss_schedule=0:1e-3,[0:1e-3,9:0]", ["0_0.001", "0_0.001,9_0.0"]),
+        ("data.mixture=[a:1,b:2],[a:2,b:1]", ["a_1.0,b_2.0", "a_2.0,b_1.0"]),
+        ("parallel.remat=dots,[qk],[qk,qkv]", ["dots", "_qk_", "qk,qkv"]),
+    ],
+)
+def test_lists_of_several_items_are_in_brackets(grid, names):
+    points = points_of(load_config("quickstart"), [grid])
+    field = grid.partition("=")[0].rpartition(".")[2]
+    assert [point.name for point in points] == [f"{field}={name}" for name in names]
+
+
 @pytest.mark.parametrize("option", [(), ("--grid",), ("--grid", f"{LR}=1", f"--{LR}=2")])
 def test_what_is_missing_or_comes_twice(option):
     with pytest.raises(ConfigError, match=r"grid|learning_rate"):
