@@ -98,6 +98,12 @@ TIME_STEPS = "delta_dt_bias kda_dt_bias mamba_dt_bias".split()
 _LETTERS = {name: tuple(of.split()) for of, names in MATRICES.items() for name in names.split()}
 
 
+def is_known(name: str) -> bool:
+    """Return whether `kind_of` knows the name of a weight in a layer."""
+    vectors = {*GAINS, *ONES, *ZEROS, *DECAY_RATES, *TIME_STEPS, "w_shared_router", "sinks"}
+    return name in _LETTERS or name in TABLES or "_conv_" in name or name in vectors
+
+
 def kind_of(path: str, ndim: int, cfg: Config) -> WeightKind:
     """Return what the weight of a path, such as "layers/wq", is. Raises KeyError for others."""
     m, name = cfg.model, path.rsplit("/", maxsplit=1)[-1]

@@ -82,11 +82,13 @@ def is_own(term: Any) -> bool:
 
 
 def kinds_of(cfg: Config) -> dict[str, WeightKind]:
-    """Return the kind of each weight by path: by its name, or as a user's component declares it."""
+    """Return the kind of each weight by path: by its name, or as its component declares it, if
+    that is a user's, or the name is not known."""
     own = dict[str, Weight]()
     for layer in cfg.model.layers:
         for term in (layer.mixer, layer.feed_forward):
-            if term is not None and is_own(term):
+            names = term.weights(cfg.model) if term else ()
+            if term and (is_own(term) or not all(map(independent.is_known, names))):
                 own |= {f"{layer.name}/{n}": w for n, w in term.declared(cfg.model).items()}
     found = {}
     for path, spec in flat(specs_of(cfg)).items():

@@ -70,6 +70,8 @@ class Attention(Mixer):
     """Of queries, in layers without a rotary embedding."""
 
     output_bias: ClassVar[str] = "bo"
+    computed_by: ClassVar[str] = "jaxpar.model.attention:ATTENTION"
+    plain_by: ClassVar[str] = "jaxpar.model.plain.attention:attention"
     points: ClassVar[tuple[str, ...]] = ("queries",)
     uses_products: ClassVar[bool] = True
     recurrent: ClassVar[bool] = False

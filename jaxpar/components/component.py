@@ -1,6 +1,7 @@
 """What a layer is composed of: `Mixer` and `FeedForward`, the two kinds of terms."""
 
 import dataclasses
+import importlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -38,6 +39,12 @@ class Component:
         return f"{type(self).__name__}({', '.join(given)})"
 
 
+def named_in(place: str) -> Any:
+    """Return what `module:name` names. Its module is imported when a model has the component."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 class Tokens(NamedTuple):
     """The tokens of whole sequences."""
 
@@ -55,6 +62,10 @@ class Term(Component):
     """Name of the bias [D] that is added to the sum over tensor ranks."""
     points: ClassVar[tuple[str, ...]] = ()
     """Points of probes and feeds within the component (`model/probes.py`)."""
+    computed_by: ClassVar[str]
+    """module:name of its `model.layer.Computation`. Without: its methods compute."""
+    plain_by: ClassVar[str]
+    """module:name of its plain form. Without: its methods."""
     uses_products: ClassVar[bool] = False
     """Whether its matrices are multiplied by `linear.products`, which rounds to float8 and sums
     gradients in float32. False: it gets plain arrays in the compute dtype."""

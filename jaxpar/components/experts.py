@@ -56,6 +56,8 @@ class Experts(FeedForward):
     shared_expert_gate: bool = False
     """Multiply their output by the sigmoid of a number for each token (Qwen3-Next)."""
 
+    computed_by: ClassVar[str] = "jaxpar.model.moe.experts:EXPERTS"
+    plain_by: ClassVar[str] = "jaxpar.model.plain.feed_forward:experts"
     points: ClassVar[tuple[str, ...]] = ("choice", "routing")
     uses_products: ClassVar[bool] = True
 

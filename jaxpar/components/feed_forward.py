@@ -34,6 +34,8 @@ class Glu(FeedForward):
     bias: bool = False
 
     output_bias: ClassVar[str] = "b_down"
+    computed_by: ClassVar[str] = "jaxpar.model.feed_forward:GLU"
+    plain_by: ClassVar[str] = "jaxpar.model.plain.feed_forward:glu"
     uses_products: ClassVar[bool] = True
     into: ClassVar[tuple[str, ...]] = ("gate", "up")
     """The projections of the input."""
@@ -79,6 +81,8 @@ class Glu(FeedForward):
 @dataclass(frozen=True)
 class Mlp(Glu):
     """act(h W_up) W_down, of two matrices (GPT-3, Nemotron 3)."""
+
+    computed_by: ClassVar[str] = "jaxpar.model.feed_forward:MLP"
 
     into: ClassVar[tuple[str, ...]] = ("up",)
     activations: ClassVar[tuple[str, ...]] = ("silu", "gelu", "gelu_exact", "relu_squared")

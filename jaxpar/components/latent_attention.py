@@ -43,6 +43,8 @@ class LatentAttention(Mixer):
     norm_eps: Positive = 1e-6
     """Added to the mean square in the RMSNorms of both latents."""
 
+    computed_by: ClassVar[str] = "jaxpar.model.latent_attention:LATENT_ATTENTION"
+    plain_by: ClassVar[str] = "jaxpar.model.plain.attention:latent_attention"
     points: ClassVar[tuple[str, ...]] = ("queries",)
     uses_products: ClassVar[bool] = True
     recurrent: ClassVar[bool] = False

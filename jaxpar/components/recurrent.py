@@ -101,6 +101,9 @@ class Recurrent(Mixer):
 class GatedDeltaNet(Recurrent):
     """The gated delta rule, with a decay for each head (Yang et al. 2024, 2412.06464)."""
 
+    computed_by: ClassVar[str] = "jaxpar.model.recurrent.delta_net:DELTA_NET"
+    plain_by: ClassVar[str] = "jaxpar.model.plain.recurrent:delta_net"
+
     num_key_heads: Size
     """Heads of queries and keys. They serve equal numbers of value heads."""
     num_value_heads: Size
@@ -148,6 +151,9 @@ class GatedDeltaNet(Recurrent):
 @dataclass(frozen=True, kw_only=True)
 class KimiDeltaAttention(Recurrent):
     """A delta rule with a decay for each channel of a key (Kimi Team 2025, 2510.26692)."""
+
+    computed_by: ClassVar[str] = "jaxpar.model.recurrent.kimi_delta:KIMI_DELTA"
+    plain_by: ClassVar[str] = "jaxpar.model.plain.recurrent:kimi_delta"
 
     num_heads: Size
     key_head_dim: Size
@@ -198,6 +204,9 @@ class KimiDeltaAttention(Recurrent):
 @dataclass(frozen=True, kw_only=True)
 class Mamba2(Recurrent):
     """A state space model. Published code calls values x, keys B and queries C."""
+
+    computed_by: ClassVar[str] = "jaxpar.model.recurrent.mamba:MAMBA"
+    plain_by: ClassVar[str] = "jaxpar.model.plain.recurrent:mamba"
 
     num_heads: Size
     """Heads, each with a state [state_size, head_dim]."""

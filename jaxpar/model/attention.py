@@ -16,7 +16,8 @@ from jaxpar.kernels.norm import NormOutput
 from jaxpar.model import linear, lora, norm, probes
 from jaxpar.model import rope as model_rope
 from jaxpar.model.attention_context import AttentionContext, component
-from jaxpar.model.held import HeldSize, NewTokens, mask_of_slots, write
+from jaxpar.model.held import KEYS_AND_VALUES, HeldSize, NewTokens, mask_of_slots, write
+from jaxpar.model.layer import Computation
 from jaxpar.model.linear import products, row_parallel
 from jaxpar.model.mup import mup_score_factor
 from jaxpar.model.own_heads import own_heads
@@ -175,3 +176,6 @@ def _attend(q, k, v, mask: AttentionMask, w: Weights, a: Attention, backend: Any
         return function(q, k, v, mask)
     sinks = w.get("sinks")
     return attention(q, k, v, mask, sinks=sinks, softcap=a.softcap, backend=backend)[0]
+
+
+ATTENTION = Computation("attention", heads, decode, held, KEYS_AND_VALUES)

@@ -14,6 +14,7 @@ from jaxpar.kernels.norm import NormOutput
 from jaxpar.kernels.swiglu import swiglu
 from jaxpar.model import lora
 from jaxpar.model.attention_context import AttentionContext, component
+from jaxpar.model.layer import Computation, of_whole
 from jaxpar.model.linear import add_bias, products, row_parallel
 from jaxpar.parallel.tensor.shards import Shards
 
@@ -94,3 +95,7 @@ def kernel_of(of: Glu) -> kernels.GluKernel:
     if isinstance(of.activation, ClampedSwiglu):
         return kernels.ClampedSwiGLU(of.activation.limit, of.activation.alpha)
     return kernels.GeGLU() if of.activation == "gelu" else kernels.SwiGLU()
+
+
+GLU = Computation("feed_forward", glu, of_whole(glu))
+MLP = Computation("feed_forward", mlp, of_whole(mlp))

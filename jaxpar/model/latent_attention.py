@@ -29,7 +29,8 @@ from jaxpar.kernels.norm import NormOutput, rms_norm
 from jaxpar.model import lora, probes
 from jaxpar.model import rope as model_rope
 from jaxpar.model.attention_context import AttentionContext, component
-from jaxpar.model.held import HeldSize, NewTokens, mask_of_slots, write
+from jaxpar.model.held import KEYS_AND_VALUES, HeldSize, NewTokens, mask_of_slots, write
+from jaxpar.model.layer import Computation
 from jaxpar.model.linear import products, row_parallel
 from jaxpar.parallel.context import context_attention
 from jaxpar.parallel.tensor.shards import Shards
@@ -231,3 +232,6 @@ def _to_held(
     keys = jnp.concatenate(held, axis=-1)
     out = attention(q, keys, held[0], mask, backend="reference")[0]
     return jnp.einsum("bthr,rhi->bthi", out, of_values)
+
+
+LATENT_ATTENTION = Computation("attention", heads, decode, held, KEYS_AND_VALUES, receive=received)

@@ -17,27 +17,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.components.attention import Attention
-from jaxpar.components.component import Mixer, Term
-from jaxpar.components.experts import Experts
-from jaxpar.components.feed_forward import Glu, Mlp
-from jaxpar.components.latent_attention import LatentAttention
+from jaxpar.components.component import Mixer, Term, named_in
 from jaxpar.components.model import Layer
-from jaxpar.components.recurrent import GatedDeltaNet, KimiDeltaAttention, Mamba2
 from jaxpar.components.weight import either_way
 from jaxpar.config import Model
 from jaxpar.execution.decisions import Execution
 from jaxpar.execution.remat import named
 from jaxpar.kernels.norm import NormOutput
-from jaxpar.model import (
-    attention,
-    feed_forward,
-    linear,
-    lora,
-    probes,
-)
+from jaxpar.model import linear, lora, probes
 from jaxpar.model.attention_context import AttentionContext
-from jaxpar.model.held import KEYS_AND_VALUES, STATE
 from jaxpar.model.norm import norm, norm_of_stream
 from jaxpar.parallel.tensor.shards import Shards
 
@@ -201,7 +189,7 @@ class Computation:
     send: Callable[..., Any] = Shards.reduce_scatter
 
 
-def _of_whole(compute: Callable[..., Shards]) -> Callable[..., jax.Array]:
+def of_whole(compute: Callable[..., Shards]) -> Callable[..., jax.Array]:
     """Return the `decode` of a feed-forward that communicates nothing before `send`."""
 
     def decode(h: NormOutput, w: Weights, context: AttentionContext, ex: Execution) -> jax.Array:
@@ -211,61 +199,13 @@ def _of_whole(compute: Callable[..., Shards]) -> Callable[..., jax.Array]:
     return decode
 
 
-def _recurrent(name: str, module: Any) -> Computation:
-    return Computation(name, module.mix, module.decode, module.held, STATE)
-
-
-@functools.cache
-def _own_computation(cls: type[Term]) -> Computation | None:
-    """Return how a component of this package computes; None for others.
-
-    The code of a component is imported here, when a model has it.
-    """
-    if cls is Attention:
-        heads, decode, held = attention.heads, attention.decode, attention.held
-        return Computation("attention", heads, decode, held, KEYS_AND_VALUES)
-    if cls is LatentAttention:
-        from jaxpar.model import latent_attention as latent
-
-        of_heads = latent.heads, latent.decode, latent.held, KEYS_AND_VALUES
-        return Computation("attention", *of_heads, receive=latent.received)
-    if cls is GatedDeltaNet:
-        from jaxpar.model.recurrent import delta_net
-
-        return _recurrent("delta_net", delta_net)
-    if cls is KimiDeltaAttention:
-        from jaxpar.model.recurrent import kimi_delta
-
-        return _recurrent("kimi_delta", kimi_delta)
-    if cls is Mamba2:
-        from jaxpar.model.recurrent import mamba
-
-        return _recurrent("mamba", mamba)
-    if cls is Experts:
-        from jaxpar.model.moe import experts
-
-        return Computation(
-            "feed_forward",
-            experts.mixture,
-            experts.decode,
-            receive=experts.received,
-            dispatch=experts.dispatched,
-            collect=experts.collected,
-            send=experts.summed,
-        )
-    if cls is Glu or cls is Mlp:
-        dense = feed_forward.glu if cls is Glu else feed_forward.mlp
-        return Computation("feed_forward", dense, _of_whole(dense))
-    return None
-
-
 def computation(component: Term) -> Computation:
     """Return how a component computes: as its class or the nearest base, or by its own method."""
     for cls in type(component).__mro__:
         if "compute" in vars(cls):
             break
-        if (own := _own_computation(cls)) is not None:
-            return own
+        if "computed_by" in vars(cls) and issubclass(cls, Term):
+            return named_in(cls.computed_by)
     from jaxpar.model import own_components
 
     name = type(component).__name__.lower()
@@ -273,7 +213,7 @@ def computation(component: Term) -> Computation:
         decode, held, specs = own_components.decoding(component)
         return Computation(name, own_components.mixer, decode, held, specs)
     compute = own_components.feed_forward
-    return Computation(name, compute, _of_whole(compute))
+    return Computation(name, compute, of_whole(compute))
 
 
 @functools.lru_cache(maxsize=1024)

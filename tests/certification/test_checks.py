@@ -69,6 +69,11 @@ def test_initial_weights():
 def test_every_shipped_config_declares_the_kinds_of_its_weights(name):
     cfg = load_config(name)
     kinds = updates.kinds_of(cfg)
+    terms = [
+        one for layer in cfg.model.distinct for one in (layer.mixer, layer.feed_forward) if one
+    ]
+    for term in terms:  # those that are declared alone are compared with nothing
+        assert updates.is_own(term) or all(map(independent.is_known, term.weights(cfg.model)))
     for path, spec in flat(specs_of(cfg)).items():
         assert not [*updates.declared_wrong(spec, kinds[path])], path
         assert kinds[path].lead(len(spec.shape)) == spec.lead or not kinds[path].is_matrix, path

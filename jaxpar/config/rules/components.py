@@ -17,6 +17,7 @@ from jaxpar.config import Config, ConfigError, ParallelConfig, default_of, flag,
 from jaxpar.config.fields import refused
 from jaxpar.config.layers import addressed
 from jaxpar.config.layout.placement import spreads_experts
+from jaxpar.config.rules.divisibility import FLOAT8
 
 #: What the Triton kernels of recurrences compute: tokens of a chunk, widths of keys and values.
 KEYS, CHUNKS, VALUES = (64, 128), (32, 64), 64
@@ -52,8 +53,8 @@ def _value(cfg: Config, path: str) -> Any:
 
 
 def float8_of_components(cfg: Config) -> list[ConfigError]:
-    """Return an error for each matrix that cuBLAS cannot multiply in float8:
-    the dimensions of a device must be multiples of 16. (`divisibility.py` has that of d_model.)"""
+    """Return an error for each matrix that cuBLAS cannot multiply in float8, but for its dim
+    d_model, which is in the table of `divisibility.py`."""
     if cfg.compute.matmul_dtype != "float8":
         return []
     model, found = cfg.model, dict[str, ConfigError]()
@@ -65,16 +66,16 @@ def float8_of_components(cfg: Config) -> list[ConfigError]:
                 field = dim.fields[0] if dim.fields else dim.weight
                 path = f"model.{layer.name}.{role}.{field}"
                 value = dict(numbers(term)).get(field, size)
-                rule = f"makes {size} of {dim.weight} on a device, which must be divisible by 16 "
+                rule = f"makes {size} of {dim.weight} on a device, which must be divisible by "
                 fixes = [flag(path, -(-value // unit) * unit)] if dim.fields else []
-                error = refused(path, value, f"{rule}for float8 matmuls", *fixes, plain)
+                error = refused(path, value, f"{rule}{FLOAT8} for float8 matmuls", *fixes, plain)
                 found.setdefault(path, error)
     return list(found.values())
 
 
 def _float8_dims(term: Term, model: Model, cfg: Config) -> Iterator[tuple[Dim, int, int]]:
-    """Yield the dims of matrices that are not multiples of 16: one that a field makes, the size on
-    a device, and what the field must be a multiple of."""
+    """Yield the dims of matrices that are not multiples of FLOAT8: one that a field makes, the size
+    on a device, and what the field must be a multiple of."""
     is_spread, tensor = spreads_experts(cfg.parallel), cfg.parallel.tensor
     dims = {name: list(of) for name, of in groupby(dims_of(term, model, is_spread=is_spread), _of)}
     columns: dict[str, list[Dim]] = {}
@@ -90,10 +91,10 @@ def _float8_dims(term: Term, model: Model, cfg: Config) -> Iterator[tuple[Dim, i
             ways = tensor if any(RULES[dim.axis] == ("tensor",) for dim in part) else 1
             if key:  # concatenated
                 columns.setdefault(key, []).append(part[0]._replace(size=size // ways))
-            elif size // ways % 16:
+            elif size // ways % FLOAT8:
                 yield part[0], size // ways, _unit(part[0], size // ways, ways, term)
     for parts in columns.values():
-        if (size := sum(dim.size for dim in parts)) % 16:
+        if (size := sum(dim.size for dim in parts)) % FLOAT8:
             by_field = next((dim for dim in parts if dim.fields), parts[0])
             yield by_field, size, _unit(by_field, size, tensor, term)
 
@@ -106,7 +107,7 @@ def _unit(dim: Dim, size: int, ways: int, term: Term) -> int:
     """Return what a field must be a multiple of. Args:     size: on each of so many devices."""
     value = dict(numbers(term)).get(dim.fields[0], 1) if dim.fields else 1
     each = size * ways // value if size * ways % value == 0 else 1
-    return 16 // math.gcd(16, each) * ways
+    return FLOAT8 // math.gcd(FLOAT8, each) * ways
 
 
 #: Logical axes of dims that have their own rules, or that are no dims of a product.

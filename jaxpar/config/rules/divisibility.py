@@ -6,6 +6,9 @@ from typing import NamedTuple
 from jaxpar.config import Config, flag, require, value_of
 from jaxpar.config.layout.placement import in_zigzag_order
 
+#: What cuBLAS requires of each dim of a float8 matmul, on a device.
+FLOAT8 = 16
+
 
 class _Division(NamedTuple):
     """`path` must be divisible by the product of the fields `by`, times `times`."""
@@ -37,11 +40,10 @@ def _divisions(cfg: Config) -> list[_Division]:
         why = "the table of positions is split like the vocabulary"
         table.append(_Division("model.max_positions", (tensor, pipeline), why))
     if cfg.compute.matmul_dtype == "float8":
-        # cuBLAS requires multiples of 16. One dimension is the tokens of a device, or of one tensor
-        # rank in a collective matmul.
-        why = "float8 matmuls need dimensions divisible by 16 per device"
-        table.append(_Division("model.d_model", (), why, 16))
-        table.append(_Division("data.seq_len", (sequence, tensor), why, 16))
+        # One dim is the tokens of a device, or of one tensor rank in a collective matmul.
+        why = f"float8 matmuls need dimensions divisible by {FLOAT8} per device"
+        table.append(_Division("model.d_model", (), why, FLOAT8))
+        table.append(_Division("data.seq_len", (sequence, tensor), why, FLOAT8))
     if p.virtual_stages > 1:
         why = "interleaved stages work in whole rounds"
         table.append(_Division("parallel.num_microbatches", (pipeline,), why))

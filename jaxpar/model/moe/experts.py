@@ -37,6 +37,7 @@ from jaxpar.kernels import grouped_matmul as kernels
 from jaxpar.kernels.norm import NormOutput
 from jaxpar.model.attention_context import AttentionContext, component
 from jaxpar.model.feed_forward import hidden_of
+from jaxpar.model.layer import Computation
 from jaxpar.model.linear import products, row_parallel
 from jaxpar.model.moe import router
 from jaxpar.model.moe.products import Products, products_of
@@ -395,3 +396,14 @@ def _of_weights(how: Products, d: RowGradients, x, w, plan: Dispatch) -> ExpertW
 
 
 of_sent.defvjp(_forward, _backward)
+
+
+EXPERTS = Computation(
+    "feed_forward",
+    mixture,
+    decode,
+    receive=received,
+    dispatch=dispatched,
+    collect=collected,
+    send=summed,
+)

@@ -11,16 +11,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxpar.components.attention import Attention
-from jaxpar.components.component import Mixer, Term
+from jaxpar.components.component import Mixer, Term, named_in
 from jaxpar.components.experts import Experts
-from jaxpar.components.feed_forward import Glu
-from jaxpar.components.latent_attention import LatentAttention
 from jaxpar.components.model import STACK_OF_MODULES, Layer, Model
-from jaxpar.components.recurrent import GatedDeltaNet, KimiDeltaAttention, Mamba2
 from jaxpar.config import Config
 from jaxpar.model.own_components import token_by_token
-from jaxpar.model.plain import attention, feed_forward, recurrent
 from jaxpar.model.plain.feed_forward import PlainRouting
 from jaxpar.model.plain.operations import norm, norm_of_stream, softcapped
 from jaxpar.sharding.batch import IGNORED, Batch
@@ -36,28 +31,18 @@ def unwatched(point: str, value: Any) -> None:
     """Watch nothing."""
 
 
-_PLAIN: dict[type[Term], Callable[..., jax.Array]] = {
-    Attention: attention.attention,
-    LatentAttention: attention.latent_attention,
-    GatedDeltaNet: recurrent.delta_net,
-    KimiDeltaAttention: recurrent.kimi_delta,
-    Mamba2: recurrent.mamba,
-    Glu: feed_forward.glu,
-    Experts: feed_forward.experts,
-}
-
-
 def plain(
     component: Term, h, w, positions, segments, model: Model, watch: Watch = unwatched
 ) -> jax.Array:
-    """Apply a component in plain jax.numpy: by its own method, or by the table for ours.
+    """Apply a component in plain jax.numpy: by the form that its class names, or by its own method.
 
     Args:     as `Term.plain`. watch: at "queries" it gets the masked attention scores,
               [B, H, T, S], and at "router" a `PlainRouting`.
     """
     for kind in type(component).__mro__:
-        if kind in _PLAIN:
-            return _PLAIN[kind](component, h, w, positions, segments, model, watch)
+        if "plain_by" in vars(kind) and issubclass(kind, Term):
+            form = named_in(kind.plain_by)
+            return form(component, h, w, positions, segments, model, watch)
         if not {"plain", "compute"}.isdisjoint(vars(kind)):
             break
     if isinstance(component, Mixer) and component.has_state and not component.has_plain:

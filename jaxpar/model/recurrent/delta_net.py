@@ -25,6 +25,7 @@ from jaxpar.kernels.norm import NormOutput, rms_norm
 from jaxpar.model import lora
 from jaxpar.model.attention_context import AttentionContext, component
 from jaxpar.model.held import (
+    STATE,
     HeldSize,
     NewTokens,
     State,
@@ -33,6 +34,7 @@ from jaxpar.model.held import (
     latest,
     within,
 )
+from jaxpar.model.layer import Computation
 from jaxpar.model.linear import products, row_parallel
 from jaxpar.model.recurrent.convolution import causal_convolution
 from jaxpar.model.recurrent.delta_rule import delta_heads, delta_rule, delta_step
@@ -164,3 +166,6 @@ def decode(
         out, held = out[:, None], State(matrix, later(held, projected.mixed))
     out = gated(out, projected.gate, w, a)
     return row_parallel(out, w, "delta_out", "attn_out"), held
+
+
+DELTA_NET = Computation("delta_net", mix, decode, held, STATE)

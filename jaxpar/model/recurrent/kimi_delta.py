@@ -28,6 +28,7 @@ from jaxpar.kernels.norm import NormOutput, rms_norm
 from jaxpar.model import lora
 from jaxpar.model.attention_context import AttentionContext, component
 from jaxpar.model.held import (
+    STATE,
     HeldSize,
     NewTokens,
     State,
@@ -36,6 +37,7 @@ from jaxpar.model.held import (
     latest,
     within,
 )
+from jaxpar.model.layer import Computation
 from jaxpar.model.linear import products, row_parallel
 from jaxpar.model.recurrent.convolution import causal_convolution
 from jaxpar.model.recurrent.delta_rule import delta_heads, delta_rule_by_channel, delta_step
@@ -171,3 +173,6 @@ def decode(
         out, held = out[:, None], State(matrix, later(held, projected.mixed))
     out = gated(out, projected.gate, w, a)
     return row_parallel(out, w, "kda_out", "attn_out"), held
+
+
+KIMI_DELTA = Computation("kimi_delta", mix, decode, held, STATE)

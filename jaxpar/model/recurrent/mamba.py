@@ -25,7 +25,8 @@ from jaxpar.kernels import recurrence
 from jaxpar.kernels.norm import NormOutput
 from jaxpar.model import lora
 from jaxpar.model.attention_context import AttentionContext, component
-from jaxpar.model.held import HeldSize, NewTokens, State, empty_state, later, latest, within
+from jaxpar.model.held import STATE, HeldSize, NewTokens, State, empty_state, later, latest, within
+from jaxpar.model.layer import Computation
 from jaxpar.model.linear import products, row_parallel
 from jaxpar.model.recurrent.convolution import causal_convolution
 from jaxpar.parallel.collectives import varying
@@ -232,3 +233,6 @@ def state_space_step(
     state = jnp.exp(log_decay)[..., None, None] * state
     state = state + heads(k)[..., :, None] * v.astype(jnp.float32)[..., None, :]
     return jnp.einsum("bhnp,bhn->bhp", state, heads(q)), state
+
+
+MAMBA = Computation("mamba", mix, decode, held, STATE)
