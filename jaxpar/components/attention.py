@@ -168,8 +168,9 @@ class Attention(Mixer):
         rule = f"rotates {turned} of head_dim = {K} dims, which must be even and at least 2"
         ok = K % 2 == 1 or (turned >= 2 and turned % 2 == 0)
         yield DimRule("rope.fraction", ok, rule, (("rope.fraction", 1.0),))
-        for one in rope.rules(turned):
-            yield one.below("rope")
+        if turned >= 2 and turned % 2 == 0 and K % 2 == 0:  # otherwise nobody knows the pairs
+            for one in rope.rules(turned):
+                yield one.below("rope")
         field, rule = "rope.scaling.mscale_all_dim", "needs latent attention"
         ok = rope.scaling is None or rope.scaling.mscale_all_dim == 0
         yield DimRule(field, ok, rule, ((field, 0.0),))

@@ -106,8 +106,9 @@ class LatentAttention(Mixer):
         yield DimRule("v_head_dim", V <= K, rule, (("v_head_dim", K),))
         if self.rope is None:
             return
-        for one in self.rope.rules(turned):
-            yield one.below("rope")
+        if turned % 2 == 0:  # otherwise nobody knows the pairs
+            for one in self.rope.rules(turned):
+                yield one.below("rope")
         field, rule = "rope.fraction", "must be 1: qk_rope_head_dim says which dims are rotated"
         yield DimRule(field, self.rope.fraction == 1, rule, ((field, 1.0),))
         field, rule = "rope.scaling.query_beta", "must be 0: mscale_all_dim scales the scores"

@@ -79,6 +79,11 @@ CASES = {
         "gpt_oss_120b",
         {"model.global_layers.mixer.rope.scaling.high_freq_factor": 0.1},
     ),
+    "a number for each pair of dims, and no pairs": (
+        "phi_4_mini",
+        {"model.layers.mixer.head_dim": 2},
+    ),
+    "a number for each pair, and half a pair": ("phi_4_mini", {"model.layers.mixer.head_dim": 3}),
     "yarn with a factor of another kind": (
         "",
         {f"{SCALING}.kind": "yarn", f"{SCALING}.low_freq_factor": 2.0},
