@@ -92,7 +92,7 @@ class LayerPlaces:
             if may is not None and may(path):
                 continue
             rule = f"{what} has {then!r} in a layer of this name and place"
-            give = "give the layers that change a name of their own"
+            give = "give the layers that change another name"
             raise ConfigError(path, now, rule, f"{fix} to {then!r}, or {give}")
 
 

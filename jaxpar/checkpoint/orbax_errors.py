@@ -23,7 +23,7 @@ from jaxpar.config.rules.paths import absolute
 #: The logger of Orbax, and of other libraries.
 _LOGGER = logging.getLogger("absl")
 
-#: What Orbax says four times at each save, if each process saves to a folder of its own.
+#: What Orbax says four times at each save, if each process saves to its own folder.
 _OF_OWN_FOLDERS = "Global object size logging disabled"
 
 #: Bytes of the file after which a new one is begun. One earlier file is kept.

@@ -1,4 +1,4 @@
-"""The shards of a checkpoint that each process saves to a folder of its own.
+"""The shards of a checkpoint that each process saves to its own folder.
 
 Orbax writes what a process has to `ocdbt.process_N`, and then an index of it: a key-value store of
 TensorStore, whose nodes name the files of arrays. Where processes share no folder, each has an

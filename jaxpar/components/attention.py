@@ -21,7 +21,7 @@ class QkNorm(Component):
 
     over: Literal["head", "all"] = "head"
     """head: each head, with one gain for all heads (Qwen3). all: the heads of a token together,
-    each with a gain of its own (OLMoE)."""
+    each with its own gain (OLMoE)."""
     gain: bool = True
     """False: none, and only in layers with a rotary embedding (Llama 4)."""
 

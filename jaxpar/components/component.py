@@ -51,7 +51,7 @@ class Tokens(NamedTuple):
     positions: Any
     """int32 [B, S], in their documents."""
     segments: Any
-    """int32 [B, S]: the documents. A token may see those of its own alone."""
+    """int32 [B, S]: the documents. A token may see only those of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ class RopeScaling:
 
     kind: Literal["llama3", "linear", "yarn", "longrope", "proportional"] = "llama3"
     """How. llama3: divide low frequencies by factor (Llama 3.1). linear: all of them. yarn: those
-    of the last dims. longrope: each by a number of its own (Phi-3). proportional: all of them, and
+    of the last dims. longrope: each by its own divisor (Phi-3). proportional: all of them, and
     only the first pairs of dims turn (Gemma 4)."""
     factor: Annotated[float, Reals(1)] = 8.0
     """Factor by which the context length grows."""

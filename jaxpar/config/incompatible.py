@@ -193,7 +193,7 @@ TABLE: tuple[Incompatible, ...] = (
     _ROW(BATCHES, TEACHER, "the teacher's steps have one size"),
     _ROW(LENGTHS, TEACHER, "the teacher's steps have one size"),
     # Data and evaluation
-    _ROW(EPOCHS, MIXTURE, "each source has passes of its own"),
+    _ROW(EPOCHS, MIXTURE, "each source has its own passes"),
     _ROW(EPOCHS, changed("train.num_tokens"), "both set the length of the run"),
     _ROW(
         changed("evaluation.test"),

@@ -84,7 +84,7 @@ def qkv(h: NormOutput, w: Weights, a: Attention, m: Model) -> list[jax.Array]:
     by_head = lambda y: y.reshape(*y.shape[:2], -1, K)  # noqa: E731
     q, k, *v = (by_head(lora.add(part, h.operand, w, name)) for part, name in parts)
     values = v[0] if v else k
-    return [q, k, norm.unit(values, m) if a.value_norm else values]
+    return [q, k, norm.rms_normalize(values, m) if a.value_norm else values]
 
 
 @jax.custom_vjp
@@ -123,7 +123,7 @@ def positioned(
     """
     if a.qk_norm and not a.qk_norm.gain:
         # Before RoPE, which does not change the norm. Llama 4 normalizes after it.
-        q, k = (q, k) if a.rope is None else (norm.unit(q, m), norm.unit(k, m))
+        q, k = (q, k) if a.rope is None else (norm.rms_normalize(q, m), norm.rms_normalize(k, m))
     elif a.qk_norm:
         normalize = norm.norm if a.qk_norm.over == "head" else norm.norm_over_heads
         q, k = normalize(q, w["q_norm"], m), normalize(k, w["k_norm"], m)

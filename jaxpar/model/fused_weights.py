@@ -294,7 +294,7 @@ def with_scales(weights: Tree, shards: Tree, cfg: Config) -> Tree:
 
     @jax.named_scope("float8_scales")
     def largest(layer: Layer, w: Tree) -> Tree:
-        """All experts of a layer share a scale, so that each is rounded alike on every mesh."""
+        """All experts of a layer share a scale, so that each is rounded the same on every mesh."""
         matrices = {n: of for n, of in matrices_of(layer, model).items() if of.float8 and n in w}
         dims = {n: (-3, -2, -1) if of.of_experts else (-2, -1) for n, of in matrices.items()}
         return {n: max_magnitude(w[n].astype(cfg.compute.dtype), d) for n, d in dims.items()}

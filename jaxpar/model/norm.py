@@ -56,7 +56,7 @@ def norm_over_heads(x: jax.Array, parameter: jax.Array, m: Model) -> jax.Array:
 
 
 @jax.named_scope("norm")
-def unit(x: jax.Array, m: Model) -> jax.Array:
+def rms_normalize(x: jax.Array, m: Model) -> jax.Array:
     """Apply RMSNorm without a gain, in float32. Returns x's dtype."""
     wide = x.astype(jnp.float32)
     squares = jnp.mean(wide**2, axis=-1, keepdims=True)

@@ -132,12 +132,12 @@ def stage(
     of_each = _blocks(ex.cfg, range(first, first + len(chunk)), layers_of)
     blocks = iter(of_each)
     rows = _in_groups(x, p.row_groups)
-    for of, alike, of_these in runs_of_layers(chunk, context, ex.cfg, first):
+    for of, equal, of_these in runs_of_layers(chunk, context, ex.cfg, first):
         stream = layer_stream(of, ex)
-        these = tuple(itertools.islice(blocks, len(alike)))
+        these = tuple(itertools.islice(blocks, len(equal)))
         contexts = _in_groups(of_these, p.row_groups)
-        used = tuple(itertools.islice(in_use, len(alike)))
-        rows, passthrough = through_layers(these, stream, alike, rows, passthrough, contexts, used)
+        used = tuple(itertools.islice(in_use, len(equal)))
+        rows, passthrough = through_layers(these, stream, equal, rows, passthrough, contexts, used)
     return (rows[0] if len(rows) == 1 else jnp.concatenate(rows)), passthrough
 
 
@@ -332,8 +332,8 @@ def _loop(ex: Execution, stacked: Tree, x: jax.Array, contexts: Contexts) -> jax
 
     def period(x: jax.Array, w: Tree | list[Tree], contexts: Contexts) -> jax.Array:
         of_layers = tuple(w) if isinstance(w, list) else (w,)
-        for _, alike, context in runs_of_layers(of_layers, contexts, ex.cfg):
-            for of in alike:
+        for _, equal, context in runs_of_layers(of_layers, contexts, ex.cfg):
+            for of in equal:
                 y, used = block(x, _weights(of), context), of.get(IN_USE)
                 x = y if used is None else optional.select(used, y, x)
         return x

@@ -44,7 +44,7 @@ def _again(cfg: Config) -> tuple[str, ...]:
 
 
 def _in_parts(cfg: Config) -> bool:
-    """Return whether permutes bring the tokens of each device as an array of its own."""
+    """Return whether permutes bring the tokens of each device as a separate array."""
     return on_gpus(cfg).expert_dispatch == "tokens" and cfg.parallel.pipeline == 1
 
 

@@ -180,7 +180,7 @@ class Evaluation:
         return Score(named.pop("loss"), None, named)
 
 
-class Judge:
+class EarlyStopping:
     """Compares the metric of `checkpoint.best` with its best value so far."""
 
     def __init__(self, cfg: Config, first_step: int | None, saved: Saved | None = None):
@@ -197,7 +197,7 @@ class Judge:
         patience = self._cfg.train.early_stop_patience
         return patience > 0 and self.best is not None and self.best.stale >= patience
 
-    def judge(self, step: int, scores: Mapping[str, Score]) -> str:
+    def update(self, step: int, scores: Mapping[str, Score]) -> str:
         """Compare an evaluation. Returns a line about it, if it was no better and that counts."""
         self.improved = False
         name = self._cfg.checkpoint.best

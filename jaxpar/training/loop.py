@@ -35,7 +35,7 @@ from jaxpar.training.callbacks.checks import (
 from jaxpar.training.callbacks.own import gone, own_callbacks
 from jaxpar.training.callbacks.saves import Checkpoints, MemoryCopies, SaveOnFailure
 from jaxpar.training.callbacks.steps import Compilation, Phases, Profiles, StepClock, StepMetrics
-from jaxpar.training.evaluation import Judge
+from jaxpar.training.evaluation import EarlyStopping
 from jaxpar.training.manifest import RunRecords
 from jaxpar.training.programs import Prepared, StepPrograms, programs_of
 from jaxpar.training.run import Run, Start
@@ -79,8 +79,8 @@ def train(run: Run, watch: Watchdog, records: RunRecords, store: "RunInStore | N
     if run.first_step == run.cfg.train.num_steps:
         log(f"already done: {run.dir}")
         return exit_codes.EXIT_OK
-    if (judge := Judge(run.cfg, run.first_step, run.in_memory)).stops:
-        log(f"already done: {run.dir}, stopped early: {judge.describe()}")
+    if (stopping := EarlyStopping(run.cfg, run.first_step, run.in_memory)).stops:
+        log(f"already done: {run.dir}, stopped early: {stopping.describe()}")
         return exit_codes.EXIT_OK
     several = jax.process_count() > 1
     with (
@@ -191,15 +191,15 @@ def callbacks_of(
 
     They act before and after a step in this order, and are closed in reverse.
     """
-    judge = Judge(run.cfg, start.step, start.saved)
+    stopping = EarlyStopping(run.cfg, start.step, start.saved)
     mirror, where = (None, None) if store is None else (store.mirror, store.own)
     programs, record = ready.train_step, phases.spent.event
     metrics = StepMetrics(run, ready, clock, mirror.backlog if mirror else None, record)
     own = own_callbacks(run.cfg, start.saved, metrics.add)
     copies = None
     if ready.memory is not None:
-        copies = MemoryCopies(run, ready.memory, judge, metrics, phases, own)
-    checkpoints = Checkpoints(run, ready, stop, judge, metrics, phases, records, where, own)
+        copies = MemoryCopies(run, ready.memory, stopping, metrics, phases, own)
+    checkpoints = Checkpoints(run, ready, stop, stopping, metrics, phases, records, where, own)
     replicas = [] if ready.replicas is None else [Replicas(ready.replicas, metrics)]
     return [
         Folder(records),
@@ -207,7 +207,7 @@ def callbacks_of(
         *own,
         Compilation(programs, metrics, phases),
         *replicas,
-        Evaluations(ready.evaluation, judge, metrics, phases, own),
+        Evaluations(ready.evaluation, stopping, metrics, phases, own),
         StopRequests(stop),
         *([copies] if copies else []),
         checkpoints,

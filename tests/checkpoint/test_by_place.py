@@ -183,7 +183,7 @@ EXPERTS = dataclasses.replace(
         (
             [with_mixer("block", window=8)] * 4,
             r"model\.block\.mixer\.window = 8: the checkpoint of step 3 has None in a layer of "
-            r"this name.*set it back to None, or give the layers that change a name of their own",
+            r"this name.*set it back to None, or give the layers that change another name",
         ),
         (
             [with_mixer("block", rope=Rope(theta=1e6))] * 4,

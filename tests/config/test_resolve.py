@@ -70,7 +70,7 @@ def test_a_length_in_epochs_is_unknown_before_the_data_is_open():
         ({"train.num_tokens": 10}, r"is not supported with train\.num_tokens = 10"),
         (
             {"data.mixture": (Source("a", 1.0), Source("b", 1.0))},
-            "each source has passes of its own",
+            "each source has its own passes",
         ),
         ({"train.num_epochs": -1.0}, "must not be negative"),
         ({"train.num_epochs": float("nan")}, "must be finite"),

@@ -212,9 +212,9 @@ BAD_SETS = {
     ":data/web": r"sets\[0\]\.name = '': must not be empty",
     "we/b:data/web": r"sets\[0\]\.name = 'we/b': must have at most 64 letters",
     "a:x,a:y": "has the name a twice",
-    "test:data/web": "name = 'test': has a meaning of its own",
-    "ema:data/web": "name = 'ema': has a meaning of its own",
-    "held_out:data/web": "name = 'held_out': has a meaning of its own",
+    "test:data/web": "name = 'test': has another meaning",
+    "ema:data/web": "name = 'ema': has another meaning",
+    "held_out:data/web": "name = 'held_out': has another meaning",
     "a:ftp://web": "ftp:// is not supported",
     ",".join(f"a{i}:x" for i in range(65)): "has 65 items, more than 64",
 }

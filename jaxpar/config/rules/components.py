@@ -104,7 +104,7 @@ def _of(dim: Dim) -> str:
 
 
 def _unit(dim: Dim, size: int, ways: int, term: Term) -> int:
-    """Return what a field must be a multiple of. Args:     size: on each of so many devices."""
+    """Return what a field must be a multiple of. Args:     size: on each of `ways` devices."""
     value = dict(numbers(term)).get(dim.fields[0], 1) if dim.fields else 1
     each = size * ways // value if size * ways % value == 0 else 1
     return FLOAT8 // math.gcd(FLOAT8, each) * ways

@@ -104,7 +104,7 @@ def evaluation(cfg: Config) -> None:
     taken, wrong = (HELD_OUT, TEST, AVERAGED), dict[int, str]()
     for i, one in enumerate(e.sets):
         if one.name in taken:
-            wrong[i] = "has a meaning of its own"
+            wrong[i] = "has another meaning"
         elif not _SET_NAME.fullmatch(one.name):
             wrong[i] = "must have at most 64 letters, digits, '_', '-' and '.'"
     named = lambda i: dataclasses.replace(e.sets[i], name=f"set{i}") if i in wrong else e.sets[i]  # noqa: E731

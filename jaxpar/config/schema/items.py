@@ -75,7 +75,7 @@ class StepShare(FromStep):
 
 @dataclass(frozen=True)
 class EvaluationSet(Item):
-    """A set of text with a loss of its own."""
+    """A set of text with its own loss."""
 
     most: ClassVar[int] = 64
     key: ClassVar[str] = "name"
@@ -136,4 +136,4 @@ class RematSlice(Item):
     stop: int | None = None
     """The layer after the last one. None: to the end."""
     step: Annotated[int | None, Range(1)] = None
-    """Every so many layers. None: each."""
+    """As in a slice: 2 is every second layer. None: each."""

@@ -64,9 +64,9 @@ def _between(j: _Tokens, i: _Tokens, mask: jax.Array | bool = True) -> jax.Array
     0 if a document begins after j, and where the mask is False.
     """
     total = Sums(*(a - b for a, b in zip(i.sums, j.sums, strict=True))).total
-    alike = (i.document == j.document) & mask
+    same_document = (i.document == j.document) & mask
     # Of pairs that are masked, sums may be positive, and exponentials infinite.
-    return jnp.where(alike, jnp.exp(jnp.where(alike, total, LEAST)), 0.0)
+    return jnp.where(same_document, jnp.exp(jnp.where(same_document, total, LEAST)), 0.0)
 
 
 _FIRST, _SECOND = (slice(None), 0), (slice(None), 1)
@@ -127,8 +127,8 @@ def delta_rule_by_channel(
     T, (B, _, H, _) = q.shape[1], v.shape
     q, k, v = operands(q, k, v)
     dtype, chunks = k.dtype, functools.partial(in_chunks, size=size)
-    alike = lambda a: jnp.broadcast_to(a, (*a.shape[:2], H, *a.shape[3:]))  # noqa: E731
-    begun = alike(chunks(begins[:, :, None, None].astype(jnp.int32)))
+    for_heads = lambda a: jnp.broadcast_to(a, (*a.shape[:2], H, *a.shape[3:]))  # noqa: E731
+    begun = for_heads(chunks(begins[:, :, None, None].astype(jnp.int32)))
     M = len(begun) * B * H
     q, k, v, rate, log_decay, begun = (
         a.reshape(M, size, -1) for a in (*map(chunks, (q, k, v, rate[..., None], log_decay)), begun)

@@ -94,10 +94,10 @@ def decays(log_decay: jax.Array, begins: jax.Array, size: int) -> Decays:
     sums = sums_of(in_chunks(log_decay, size), axis=-1)
     document = jnp.cumsum(in_chunks(begins[:, :, None].astype(jnp.int32), size), axis=-1)
     i, j = jnp.arange(size)[:, None], jnp.arange(size)
-    alike = (i > j) & (document[..., :, None] == document[..., None, :])
+    same_document = (i > j) & (document[..., :, None] == document[..., None, :])
     pairs = Sums(*(a[..., :, None] - a[..., None, :] for a in sums))
     # Of pairs that are masked, sums may be positive, and exponentials infinite.
-    between = jnp.where(alike, jnp.exp(jnp.where(alike, pairs.total, LEAST)), 0.0)
+    between = jnp.where(same_document, jnp.exp(jnp.where(same_document, pairs.total, LEAST)), 0.0)
     since_start = jnp.where(document == 0, jnp.exp(sums.total), 0.0)
     return Decays(jnp.where(i == j, 1.0, between), since_start)
 

@@ -185,7 +185,7 @@ class InFloat8:
 
     def _in_one_pass(self, biases: Biases) -> bool:
         """Whether the pass of the activation also rounds: with other GLUs and with biases, XLA
-        rounds in a pass of its own."""
+        rounds in a separate pass."""
         return isinstance(self.glu, SwiGLU) and all(bias is None for bias in biases)
 
     def gradient_rows(self, plan: Dispatch, sent: Any) -> tuple[kernels.Float8Rows, jax.Array]:

@@ -98,7 +98,7 @@ def _successors(order: np.ndarray | None, T: int) -> np.ndarray:
 #
 # Runs on a mesh with only the tensor axis, as `model/decode.py`. Module k at position i reads the
 # hidden state of the module before and the token at i + k, and predicts the token at i + k + 1.
-# Each has a cache of its own, with the same slots.
+# Each has its own cache, with the same slots.
 
 
 def layers_of(m: Model) -> tuple[Layer, ...]:

@@ -13,7 +13,7 @@ from jaxpar.runtime.program import end_with
 from jaxpar.sharding.batch import Batch
 from jaxpar.training.callbacks.callback import Progress, Request, RunCallback
 from jaxpar.training.callbacks.steps import Phases, StepMetrics
-from jaxpar.training.evaluation import Evaluation, Judge
+from jaxpar.training.evaluation import EarlyStopping, Evaluation
 from jaxpar.training.manifest import RunRecords
 
 if TYPE_CHECKING:
@@ -52,24 +52,24 @@ class Evaluations(RunCallback):
     """Computes held-out losses. Too many in a row that are no better end the run."""
 
     evaluation: Evaluation
-    judge: Judge
+    stopping: EarlyStopping
     metrics: StepMetrics
     phases: Phases
     others: Sequence[RunCallback]
     """The callbacks that hear of each evaluation."""
 
     def after_step(self, at: Progress) -> Progress:
-        judge, evaluation, ended = self.judge, self.evaluation, at.ends
-        judge.improved = False
+        stopping, evaluation, ended = self.stopping, self.evaluation, at.ends
+        stopping.improved = False
         if not (names := evaluation.due(at.step, ended)):
             return at
         self.phases.enter("evaluation", at.step, slow=True)
         self.metrics.pause()
         at, scores = self._evaluated(at, names)
-        if line := judge.judge(at.step, scores):
+        if line := stopping.update(at.step, scores):
             log(line)
-        if judge.stops and not at.ends:
-            at = at.asked(Request(stop=judge.describe()))
+        if stopping.stops and not at.ends:
+            at = at.asked(Request(stop=stopping.describe()))
         if at.ends and not ended and evaluation.at_end:
             at, _ = self._evaluated(at, evaluation.at_end)
         self.phases.enter("step", at.step)

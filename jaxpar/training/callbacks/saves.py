@@ -19,7 +19,7 @@ from jaxpar.training import chosen as weights
 from jaxpar.training.callbacks.callback import Progress, RunCallback
 from jaxpar.training.callbacks.own import states_of
 from jaxpar.training.callbacks.steps import Phases, StepMetrics
-from jaxpar.training.evaluation import Judge
+from jaxpar.training.evaluation import EarlyStopping
 from jaxpar.training.manifest import RunRecords
 from jaxpar.training.programs import Prepared
 from jaxpar.training.run import Run, Start
@@ -48,7 +48,7 @@ class MemoryCopies(RunCallback):
 
     run: Run
     memory: "MemoryCheckpointer"
-    judge: Judge
+    stopping: EarlyStopping
     metrics: StepMetrics
     phases: Phases
     others: Sequence[RunCallback]
@@ -74,7 +74,7 @@ class MemoryCopies(RunCallback):
             at.step,
             loader.sizes_of_steps.tokens_before(at.step),
             loader.skipped,
-            self.judge.best,
+            self.stopping.best,
             states_of(self.others, at),
             loader.position(at.step),
         )
@@ -88,7 +88,7 @@ class Checkpoints(RunCallback):
     run: Run
     ready: Prepared
     stop: signals.StopRequest
-    judge: Judge
+    stopping: EarlyStopping
     metrics: StepMetrics
     phases: Phases
     records: RunRecords
@@ -109,13 +109,13 @@ class Checkpoints(RunCallback):
             self.own,
             weights.to_json(run.weights_from),
         )
-        self.saver.keep_best(self.judge.best)
+        self.saver.keep_best(self.stopping.best)
         self.saver.prepare(at.state)
 
     def after_step(self, at: Progress) -> Progress:
         spent = self.phases.spent
         spent.done(at.step)
-        due = at.every(at.config.checkpoint.every) or self.judge.improved or at.request.save
+        due = at.every(at.config.checkpoint.every) or self.stopping.improved or at.request.save
         if due or at.preempted:
             self.phases.enter("save wait", at.step, slow=True)
             self.metrics.pause()
@@ -139,7 +139,7 @@ class Checkpoints(RunCallback):
         loader, states = self.run.loader, states_of(self.others, at)
         tokens = loader.sizes_of_steps.tokens_before(at.step)
         position = loader.position(at.step)
-        self.saver.save(at.state, at.step, tokens, self.judge.best, states, position)
+        self.saver.save(at.state, at.step, tokens, self.stopping.best, states, position)
 
     def close(self, at: Progress, error: BaseException | None) -> None:
         if error is None:

@@ -78,9 +78,9 @@ class ChunkDecays:
         rows_of = lambda x: spread(x, shape, 0)  # noqa: E731
         columns_of = lambda x: spread(x, shape, 1)  # noqa: E731
         pairs = self._less([rows_of(x) for x in self.sums], [columns_of(x) for x in self.sums])
-        alike = rows_of(self.document) == columns_of(self.document)
-        alike &= iota(shape, 0) >= iota(shape, 1)
-        return jnp.where(alike, self._exp(pairs[0] + pairs[1]), 0.0)
+        same_document = rows_of(self.document) == columns_of(self.document)
+        same_document &= iota(shape, 0) >= iota(shape, 1)
+        return jnp.where(same_document, self._exp(pairs[0] + pairs[1]), 0.0)
 
     def _exp(self, x):
         return exp2(x, LOG2_E, jnp.zeros_like(x), self.interpret)
