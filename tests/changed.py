@@ -67,7 +67,7 @@ def imports(node: ast.AST, package: str) -> Iterator[str]:
             base = ".".join([*above, *([base] if base else [])])
             yield from (f"{base}.{alias.name}" for alias in names)
         case ast.Constant(value=str(text)) if text.startswith(("jaxpar.", "tests.")):
-            yield text
+            yield text.partition(":")[0]
         case ast.Call(func=func, args=[ast.Constant(value=str(name)), *_]) if name in COMMANDS:
             if getattr(func, "id", getattr(func, "attr", "")) in CALLS:
                 yield f"jaxpar.{name}"

@@ -14,10 +14,12 @@ from jaxpar.checkpoint.saving import Checkpointer
 from jaxpar.components.attention import QkNorm
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.validate import resolve
-from jaxpar.extend import Attention, Experts, Glu, Layer, Rope
+from jaxpar.extend import Attention, Experts, Glu, Layer, Rope, component, vector
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.sharding.params import flat
 from jaxpar.step import state
+from jaxpar.training import initial_weights
+from jaxpar.training.chosen import Chosen
 from tests.checkpoint.test_checkpoint import assert_same_bits, logical, save, write_dataset
 from tests.slow import slow
 from tests.tiny import STATE
@@ -206,6 +208,30 @@ def test_other_changes_are_refused_before_an_array_is_read(setup, monkeypatch, l
         check_resumable(cfg, read_saved(cfg.run.dir))
     with pytest.raises(ConfigError, match=said):
         restore(cfg, mesh)
+
+
+@component
+class Doubled(Attention):
+    """A user's mixer, with a weight of its own."""
+
+    def weights(self, model):
+        return {**super().weights(model), "gain": vector((4,), ("head_dim",), "ones")}
+
+    def attending(self, q, k, v, w):
+        return q * 2, k, v * w["gain"]
+
+
+def test_a_run_begins_with_weights_of_classes_that_it_lacks(setup, tmp_path):
+    """Reading the other run imports no code, and its config names a class of none of ours."""
+    own = Layer("own", Doubled(**vars(BLOCK.mixer)), Glu(24))
+    there, mesh = setup([own, BLOCK] * 2)
+    then = logical(save(there, mesh, 3), there)
+    cfg, mesh = setup([LOCAL, BLOCK] * 2, **{"run.init_from": there.run.dir})
+    origin = initial_weights.find(cfg, Chosen(there.run.dir, 3))
+    found = initial_weights.state(cfg, mesh, origin, lambda _: None)
+    now = logical(found, cfg).params
+    for new, old in zip(of_layers(now, cfg), of_layers(then.params, there), strict=True):
+        assert_same_bits(new, {name: old[name] for name in new})
 
 
 @pytest.mark.parametrize("weights", ["trained", "ema"])

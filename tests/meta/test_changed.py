@@ -15,6 +15,11 @@ def test_imports_in_functions_count():
     assert "tests/training/test_diloco.py" in selected_by(["jaxpar/convert/command.py"])
 
 
+def test_code_that_a_component_names_counts():
+    chosen = selected_by(["jaxpar/model/recurrent/mamba.py"])
+    assert "tests/certification/test_certify.py" in chosen
+
+
 def test_fixtures_and_lazy_packages_count():
     chosen = selected_by(["jaxpar/training/loop.py"])
     assert "tests/training/test_guards.py" in chosen  # by `train_on`
