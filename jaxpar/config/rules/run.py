@@ -1,4 +1,4 @@
-"""Rules about a run: its paths, schedule, checkpoints, evaluation and profile."""
+"""Rules about a run: its paths, schedule, checkpoints, evaluation, profile and own values."""
 
 import dataclasses
 import re
