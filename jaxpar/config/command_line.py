@@ -17,7 +17,7 @@ from typing import Any
 from jaxpar.config import Config, ConfigError, default_of, flag, replace, value_of
 from jaxpar.config.addresses import addresses_layers, with_addressed
 from jaxpar.config.code import take_code, with_code
-from jaxpar.config.config_file import known_configs, load_config
+from jaxpar.config.config_file import known_configs, load_config, with_arguments
 from jaxpar.config.errors import joined
 from jaxpar.config.explain import collected
 from jaxpar.config.fields import field_types, leaf_paths, unknown_field
@@ -53,7 +53,8 @@ class ConfigArguments:
         args = [arg for arg in argv if arg != PRINT_CONFIG]
         if not args or args[0].startswith("-"):
             raise _missing_config(args, program)
-        made = cls(args[0], tuple(args[1:]), len(args) < len(argv))
+        name, overrides = with_arguments(args[0], args[1:])
+        made = cls(name, tuple(overrides), len(args) < len(argv))
         others, source = take_source(list(expand_set_options(made.overrides)))
         if not is_address(made.name) and not source:
             parse_overrides(made.base, others)
