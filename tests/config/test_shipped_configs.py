@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from jaxpar.config import command_line, config_file
+from jaxpar.config import command_line, config_file, replace
 from jaxpar.config.validate import check, resolve
 from jaxpar.model.flops import num_params
 
@@ -58,7 +58,7 @@ SHIPPED = {
     "extending": (822_400, [1, 2, 4, 8, 16]),
     "sigmoid_attention": (857_216, [1, 2, 4]),
     "source_weights": (1_235_814_400, [1, 8]),
-    "llama": (158_623_744, [1, 8]),  # with 32,000 tokens
+    "llama": (158_622_720, [1, 8]),  # with 32,000 tokens
     "quickstart_moe": (2_596_000, [1, 2, 4, 8, 16]),
 }
 
