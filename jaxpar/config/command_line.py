@@ -22,7 +22,7 @@ from jaxpar.config.errors import joined
 from jaxpar.config.explain import collected
 from jaxpar.config.fields import field_types, leaf_paths, unknown_field
 from jaxpar.config.listed import read_value
-from jaxpar.config.model_source import ModelReader, apply_source, take_source
+from jaxpar.config.model_source import ALL_FROM, ModelReader, apply_source, take_source
 from jaxpar.config.resolve import fill_batch, fill_steps
 from jaxpar.config.rules.numbers import numbers
 from jaxpar.config.rules.paths import is_address, with_paths, with_store
@@ -51,6 +51,8 @@ class ConfigArguments:
         Raises:   ConfigError for an unknown config or field, or a value that is not of its type.
         """
         args = [arg for arg in argv if arg != PRINT_CONFIG]
+        if args and args[0].partition("=")[0] == ALL_FROM:
+            args = [FINETUNE, *args]
         if not args or args[0].startswith("-"):
             raise _missing_config(args, program)
         name, overrides = with_arguments(args[0], args[1:])
@@ -123,6 +125,9 @@ def read_config(
     made = ConfigArguments.of(argv, "python -m jaxpar.train")
     return made.checked(model_from=model_from, fill=fill)
 
+
+#: The config of a command line that only says what to start from.
+FINETUNE = "finetune"
 
 #: Option of all commands that take a config.
 PRINT_CONFIG = "--print-config"

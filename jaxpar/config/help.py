@@ -56,7 +56,8 @@ OPTIONS = """\
 options of the config:
   --SECTION.FIELD VALUE           set a field
   --set SECTION.FIELD=VALUE ...   set several fields
-  --model.from NAME               take the model's shape from a published config.json
+  --from NAME                     start from a published model, with its weights
+  --model.from NAME               take its shape only
   --help SECTION, --help all      show the fields of one section, or all {count}
   --code FILE                     import the classes of a run's own losses, probes and callbacks
   --print-config                  print the config as JSON, and exit"""

@@ -58,6 +58,7 @@ SHIPPED = {
     "extending": (822_400, [1, 2, 4, 8, 16]),
     "sigmoid_attention": (857_216, [1, 2, 4]),
     "source_weights": (1_235_814_400, [1, 8]),
+    "finetune": (3_213_568, [1, 8]),
     "llama": (158_622_720, [1, 8]),  # with 32,000 tokens
     "quickstart_moe": (2_596_000, [1, 2, 4, 8, 16]),
 }
