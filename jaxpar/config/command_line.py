@@ -86,29 +86,25 @@ class ConfigArguments:
 
     def checked(
         self,
-        explain: Callable[[Config], str] | None = None,
         model_from: ModelReader | None = None,
         fill: Callable[[Config], Config] | None = None,
     ) -> Config:
         """Return the config with its overrides, checked. With --print-config: print it and exit.
 
-        Args:     explain: what --print-config says about the config, printed to standard error, so
-                  that the JSON can be piped. model_from: as in `asked`. fill: fills in fields from
-                  the data, before the config is checked.
+        Args:     model_from: as in `asked`. fill: fills in fields from the data, before the config
+                  is checked.
         Raises:   ConfigError as `validate.check`.
         """
         cfg = with_store(with_paths(self.asked(model_from)))
         cfg = fill(cfg) if fill and not wrong_types(cfg) else cfg
         check(cfg)
-        self.show(cfg, explain)
+        self.show(cfg)
         return cfg
 
-    def show(self, cfg: Config, explain: Callable[[Config], str] | None = None) -> None:
+    def show(self, cfg: Config) -> None:
         """With --print-config: print a config and exit."""
         if self.print_config:
             print(to_json(cfg), end="", flush=True)
-            if explain:
-                print(explain(cfg), file=sys.stderr)
             sys.exit(0)
 
 
