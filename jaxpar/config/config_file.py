@@ -27,10 +27,15 @@ from jaxpar.config.serialize import field_from_values, from_values
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
-_PLACES = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
+
+def place_of(folder: str) -> Path:
+    """Return a folder that is at the root of a checkout, or in the package of a wheel."""
+    places = (_PACKAGE / folder, _PACKAGE.parent / folder)
+    return next((place for place in places if place.is_dir()), places[-1])
+
 
 #: The folder of the configs that come with jaxpar.
-CONFIGS = next((folder for folder in _PLACES if folder.is_dir()), _PLACES[-1])
+CONFIGS = place_of("configs")
 
 
 def known_configs() -> str:
