@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import jaxpar
 from jaxpar import commands
+from jaxpar.config import pages
 from jaxpar.runtime.program import run_program
 
 
@@ -17,6 +18,9 @@ def main(argv: Sequence[str]) -> int | None:
     called = "python -m jaxpar" if Path(sys.argv[0]).name == "__main__.py" else "jaxpar"
     if name == "--complete":
         print("\n".join(commands.completions(os.environ.get("COMP_LINE", ""))))
+        return 0
+    if name in ("--help", "-h") and rest:
+        pages.show(rest[0], called)
         return 0
     if name in ("--help", "-h", "--version"):
         listed = commands.help_text(called)

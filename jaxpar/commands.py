@@ -63,7 +63,8 @@ def help_text(called: str) -> str:
     for title, commands in GROUPS.items():
         lines = [f"  {name:<12}{line}\n" for name, line in commands.items()]
         text += f"{title}:\n{''.join(lines)}\n"
-    return f"{text}{called} COMMAND --help shows the options of a command."
+    text += f"{called} COMMAND --help shows the options of a command,\n"
+    return f"{text}{called} --help PAGE a page of the documentation, such as data or index."
 
 
 def unknown_command(name: str, called: str) -> ConfigError:

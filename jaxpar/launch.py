@@ -33,7 +33,7 @@ def main(options: LaunchRun | ServeOptions) -> int:
     if options.nodes or options.rendezvous:
         launch_options.check_hosts(options)
     args = launcher.arguments_of(options.config)
-    cfg = options.config.checked(None, commands.model_from, commands.with_vocabulary)
+    cfg = options.config.checked(commands.model_from, commands.with_vocabulary)
     os.environ[numa.VARIABLE] = options.numa  # the processes inherit it
     with kept_in_memory(cfg) as memory, output_may_be_lost():
         return launcher.run(options, args, cfg, memory)

@@ -38,7 +38,6 @@ OPTIONS = TrainOptions
 
 def main(options: TrainOptions) -> int:
     """Train to the end of the run."""
-    from jaxpar.execution.decisions import explain
     from jaxpar.runtime import exit_codes
     from jaxpar.runtime.processes import peers, rendezvous
     from jaxpar.training import first_run
@@ -50,7 +49,7 @@ def main(options: TrainOptions) -> int:
         from jaxpar.stores.reading import with_local_config
 
         arguments = with_local_config(arguments)
-    asked = arguments.checked(explain, commands.model_from, commands.with_vocabulary)
+    asked = arguments.checked(commands.model_from, commands.with_vocabulary)
     own.check(asked)
     if options.certify:
         from jaxpar.training.certified import certify_first

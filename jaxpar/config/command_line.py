@@ -17,12 +17,12 @@ from typing import Any
 from jaxpar.config import Config, ConfigError, default_of, flag, replace, value_of
 from jaxpar.config.addresses import addresses_layers, with_addressed
 from jaxpar.config.code import take_code, with_code
-from jaxpar.config.config_file import known_configs, load_config
+from jaxpar.config.config_file import known_configs, load_config, with_arguments
 from jaxpar.config.errors import joined
 from jaxpar.config.explain import collected
 from jaxpar.config.fields import field_types, leaf_paths, unknown_field
 from jaxpar.config.listed import read_value
-from jaxpar.config.model_source import ModelReader, apply_source, take_source
+from jaxpar.config.model_source import ALL_FROM, ModelReader, apply_source, take_source
 from jaxpar.config.resolve import fill_batch, fill_steps
 from jaxpar.config.rules.numbers import numbers
 from jaxpar.config.rules.paths import is_address, with_paths, with_store
@@ -51,9 +51,12 @@ class ConfigArguments:
         Raises:   ConfigError for an unknown config or field, or a value that is not of its type.
         """
         args = [arg for arg in argv if arg != PRINT_CONFIG]
+        if args and args[0].partition("=")[0] == ALL_FROM:
+            args = [FINETUNE, *args]
         if not args or args[0].startswith("-"):
             raise _missing_config(args, program)
-        made = cls(args[0], tuple(args[1:]), len(args) < len(argv))
+        name, overrides = with_arguments(args[0], args[1:])
+        made = cls(name, tuple(overrides), len(args) < len(argv))
         others, source = take_source(list(expand_set_options(made.overrides)))
         if not is_address(made.name) and not source:
             parse_overrides(made.base, others)
@@ -83,29 +86,25 @@ class ConfigArguments:
 
     def checked(
         self,
-        explain: Callable[[Config], str] | None = None,
         model_from: ModelReader | None = None,
         fill: Callable[[Config], Config] | None = None,
     ) -> Config:
         """Return the config with its overrides, checked. With --print-config: print it and exit.
 
-        Args:     explain: what --print-config says about the config, printed to standard error, so
-                  that the JSON can be piped. model_from: as in `asked`. fill: fills in fields from
-                  the data, before the config is checked.
+        Args:     model_from: as in `asked`. fill: fills in fields from the data, before the config
+                  is checked.
         Raises:   ConfigError as `validate.check`.
         """
         cfg = with_store(with_paths(self.asked(model_from)))
         cfg = fill(cfg) if fill and not wrong_types(cfg) else cfg
         check(cfg)
-        self.show(cfg, explain)
+        self.show(cfg)
         return cfg
 
-    def show(self, cfg: Config, explain: Callable[[Config], str] | None = None) -> None:
+    def show(self, cfg: Config) -> None:
         """With --print-config: print a config and exit."""
         if self.print_config:
             print(to_json(cfg), end="", flush=True)
-            if explain:
-                print(explain(cfg), file=sys.stderr)
             sys.exit(0)
 
 
@@ -122,6 +121,9 @@ def read_config(
     made = ConfigArguments.of(argv, "python -m jaxpar.train")
     return made.checked(model_from=model_from, fill=fill)
 
+
+#: The config of a command line that only says what to start from.
+FINETUNE = "finetune"
 
 #: Option of all commands that take a config.
 PRINT_CONFIG = "--print-config"

@@ -4,29 +4,38 @@ The configs that come with jaxpar are in `configs/` of a checkout, or `jaxpar/co
 """
 
 import contextlib
-import difflib
 import functools
 import importlib.machinery
 import importlib.util
+import inspect
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from inspect import Parameter
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.json_reader import UnreadableJson, read_json, read_json_object
+from jaxpar.config.listed import plain, read_value
 from jaxpar.config.names import CONFIG_MODULE
+from jaxpar.config.numerals import with_unit
 from jaxpar.config.rules.paths import refuse_address
 from jaxpar.config.serialize import field_from_values, from_values
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
-_PLACES = (_PACKAGE / "configs", _PACKAGE.parent / "configs")
+
+def place_of(folder: str) -> Path:
+    """Return a folder that is at the root of a checkout, or in the package of a wheel."""
+    places = (_PACKAGE / folder, _PACKAGE.parent / folder)
+    return next((place for place in places if place.is_dir()), places[-1])
+
 
 #: The folder of the configs that come with jaxpar.
-CONFIGS = next((folder for folder in _PLACES if folder.is_dir()), _PLACES[-1])
+CONFIGS = place_of("configs")
 
 
 def known_configs() -> str:
@@ -38,27 +47,86 @@ def known_configs() -> str:
 def load_config(name: str) -> Config:
     """Load a config by its name: `quickstart`, `my/config.py`, or a run folder.
 
-    A config file is code: it is imported and its `get_config()` is called. Use only files that you
-    trust.
+    A config file is code: it is imported and its `get_config()` is called, with the arguments that
+    follow the name: `llama:params=350M,tokens=7B`. Use only files that you trust.
 
     Raises:   ConfigError if the config does not exist or fails, or if its get_config() does not
-              return a Config.
+              take the arguments or does not return a Config.
     """
     refuse_address("CONFIG", name, "use the name of a config, a .py file or a run folder")
-    path = Path(name) if name.endswith(".py") else CONFIGS / f"{name}.py"
+    name, _, given = name.partition(":") if not Path(name).exists() else (name, "", "")
+    path = _file_of(name)
     if not path.is_file() and Path(name).is_dir():
         return load_run(name)
+    arguments = _read_arguments(name, given)
+    with _naming_the_line(name, path):
+        cfg = _get_config(name)(**arguments)
+    if not isinstance(cfg, Config):
+        rule = f"must return a Config from get_config(), not a {type(cfg).__name__}"
+        raise ConfigError("CONFIG", name, rule, f"see {_example()}")
+    return cfg
+
+
+def arguments_of(name: str) -> Mapping[str, Parameter]:
+    """Return the parameters of a config's get_config() by name; none for a run or no config.
+
+    Their annotations may be `Annotated[TYPE, MEANING]`, for --help.
+    """
+    if not _file_of(name).is_file():
+        return {}
+    return inspect.signature(_get_config(name), eval_str=True).parameters
+
+
+def with_arguments(name: str, words: Sequence[str]) -> tuple[str, list[str]]:
+    """Move options that are parameters of a config's get_config() into the config's name.
+
+    `llama` with `--params 350M` becomes `llama:params=350M`, which `load_config` reads.
+
+    Returns:  the name, and the other words.
+    """
+    known, given, others = arguments_of(name), dict[str, str](), list[str]()
+    rest = iter(words)
+    for word in rest:
+        option, equals, text = word.partition("=")
+        parameter = option.removeprefix("--").replace("-", "_")
+        if option.startswith("--") and parameter in known:
+            given[parameter] = text if equals else next(rest, "")
+        elif known and "." not in option and (near := get_close_matches(parameter, known, n=1)):
+            raise ConfigError(option, text, f"is not an argument of {name}", f"use --{near[0]}")
+        else:
+            others.append(word)
+    texts = ",".join(f"{parameter}={text}" for parameter, text in given.items())
+    return f"{name}:{texts}" if given else name, others
+
+
+def _read_arguments(name: str, given: str) -> dict[str, Any]:
+    """Read the arguments of a config, such as `params=350M,tokens=7B`."""
+    known, read = arguments_of(name), dict[str, Any]()
+    for one in given.split(",") if given else []:
+        parameter, _, text = one.partition("=")
+        option = "--" + parameter.replace("_", "-")
+        if parameter not in known:
+            fix = f"use one of {', '.join(known)}" if known else f"use {name} without {option}"
+            raise ConfigError(option, text, f"is not an argument of {name}", fix)
+        read[parameter] = read_value(text, plain(known[parameter].annotation))
+        if isinstance(read[parameter], str) and not isinstance(known[parameter].default, str):
+            fix = f"use {option} {with_unit(known[parameter].default)}"
+            raise ConfigError(option, text, "must be a number, such as 350M or 3.5e8", fix)
+    return read
+
+
+def _file_of(name: str) -> Path:
+    return Path(name) if name.endswith(".py") else CONFIGS / f"{name}.py"
+
+
+def _get_config(name: str) -> Callable[..., Any]:
+    path = _file_of(name)
     if not path.is_file():
         raise no_config(name)
     module = import_file(name, path)
     if not hasattr(module, "get_config"):
         raise ConfigError("CONFIG", name, "has no get_config()", f"see {_example()}")
-    with _naming_the_line(name, path):
-        cfg = module.get_config()
-    if not isinstance(cfg, Config):
-        rule = f"must return a Config from get_config(), not a {type(cfg).__name__}"
-        raise ConfigError("CONFIG", name, rule, f"see {_example()}")
-    return cfg
+    return module.get_config
 
 
 def import_file(name: str, path: Path | None = None) -> Any:
@@ -111,7 +179,7 @@ def no_config(name: str, rule: str = "is not a config") -> ConfigError:
         return ConfigError("CONFIG", name, rule, f"use {known}, or one of {known_configs()}")
     names = known_configs().split(", ")
     plain = name.lower().replace("-", "_")
-    near = difflib.get_close_matches(plain, names, n=3)
+    near = get_close_matches(plain, names, n=3)
     if near:
         fix = f"use {', or '.join(near)}; --help lists all"
     else:

@@ -13,7 +13,7 @@ from typing import Any
 from jaxpar.components.model import Layer
 from jaxpar.config import Config, ConfigError, default_of, flag, value_of
 from jaxpar.config.command_line import as_called
-from jaxpar.config.config_file import known_configs, load_config
+from jaxpar.config.config_file import arguments_of, known_configs, load_config
 from jaxpar.config.fields import (
     LENGTH,
     field_types,
@@ -25,6 +25,7 @@ from jaxpar.config.fields import (
 )
 from jaxpar.config.layers import FIELD, all_paths, type_at
 from jaxpar.config.listed import form, has_fields, item_of, members, plain, written
+from jaxpar.config.numerals import with_unit
 from jaxpar.config.option_fields import Declared, Forms, config_field, declared, only_fields
 from jaxpar.config.rules.paths import is_address
 from jaxpar.config.values import Value
@@ -55,7 +56,8 @@ OPTIONS = """\
 options of the config:
   --SECTION.FIELD VALUE           set a field
   --set SECTION.FIELD=VALUE ...   set several fields
-  --model.from NAME               take the model's shape from a published config.json
+  --from NAME                     start from a published model, with its weights
+  --model.from NAME               take its shape only
   --help SECTION, --help all      show the fields of one section, or all {count}
   --code FILE                     import the classes of a run's own losses, probes and callbacks
   --print-config                  print the config as JSON, and exit"""
@@ -130,6 +132,7 @@ def _parts(
     if named_config:
         known = textwrap.fill(f"{known_configs()},", 98, subsequent_indent="  ")
         yield ABOUT_CONFIG.format(known=known)
+    yield _listed(f"arguments of {name}", _of_config(name) if named_config else ())
     yield _listed("arguments", ((one.argument, one.meaning) for one in arguments))
     options = [(_written(one), _meaning(one)) for one in declared(form) if not one.argument]
     yield _listed("options", options)
@@ -160,6 +163,16 @@ def _listed(title: str, rows: Iterable[tuple[str, str]], column: int = 30) -> st
         below = " " * column
         lines.append(textwrap.fill(text, width, initial_indent=beside, subsequent_indent=below))
     return "\n".join([textwrap.fill(f"{title}:", width), *map(str.rstrip, lines)]) if lines else ""
+
+
+def _of_config(name: str) -> Iterator[tuple[str, str]]:
+    """Yield the arguments of a config's get_config(), with their meanings and defaults."""
+    for parameter in arguments_of(name).values():
+        hint, default = parameter.annotation, parameter.default
+        meaning = " ".join(getattr(hint, "__metadata__", ()))
+        shown = with_unit(default) if isinstance(default, float) else default
+        option = parameter.name.replace("_", "-")
+        yield f"--{option} {plain(hint).__name__.upper()}", f"{meaning} (default: {shown})"
 
 
 def _written(one: Declared) -> str:

@@ -11,6 +11,9 @@ from jaxpar.config import Config, ConfigError, Model
 
 FROM, FAMILY = "--model.from", "--model.family"
 
+#: Takes the model's fields and the weights: --model.from and --run.init-from of one name.
+ALL_FROM = "--from"
+
 #: (name or folder of a published model, its family or None, the config's model) -> its model.
 type ModelReader = Callable[[str, str | None, Model], Model]
 
@@ -25,13 +28,15 @@ def take_source(args: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     rest, found, words = list[str](), dict[str, str](), iter(args)
     for arg in words:
         name, given, text = arg.partition("=")
-        if name not in (FROM, FAMILY):
+        if name not in (FROM, FAMILY, ALL_FROM):
             rest.append(arg)
             continue
         text = text if given else next(words, "")
         if not text or text.startswith("--"):
-            example = "meta-llama/Llama-3.2-1B" if name == FROM else "llama"
+            example = "llama" if name == FAMILY else "meta-llama/Llama-3.2-1B"
             raise ConfigError(name[2:], "", "needs a value", f"use {name} {example}")
+        if name == ALL_FROM:
+            rest, name = [f"--run.init-from={text}", *rest], FROM
         if name in found:
             raise ConfigError(name[2:], text, "is given twice", f"use {name} once")
         found[name] = text

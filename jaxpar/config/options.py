@@ -28,6 +28,7 @@ from jaxpar.config.command_line import (
     expand_set_options,
     require_unicode,
 )
+from jaxpar.config.config_file import arguments_of
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.fields import flag, leaf_paths
 from jaxpar.config.help import asks_help, print_help
@@ -135,6 +136,10 @@ def _read(form: type, argv: Sequence[str], program: str) -> Any:
             _check_fields(overrides, only, program)
             values[config.name] = ConfigArguments.without_name(overrides)
         else:
+            both = arguments_of(arguments[0]) if arguments else {}
+            for one in declared(form):  # an option may also be an argument of the config
+                if one.field in both and one.field in texts:
+                    overrides.append(f"{one.name}={texts[one.field][-1]}")
             values[config.name] = ConfigArguments.of(arguments + overrides, program)
             arguments = []
     for one in declared(form):

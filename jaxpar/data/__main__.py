@@ -17,11 +17,10 @@ OPTIONS = {
 def main(options: forms.Options | forms.TeacherOptions) -> None:
     """Run a subcommand, and print what it did."""
     if isinstance(options, forms.TeacherOptions):
-        from jaxpar.execution.decisions import explain
         from jaxpar.runtime.processes import rendezvous
         from jaxpar.training.teacher_cache import keep
 
-        cfg, _ = rendezvous.join(options.config.checked(explain, commands.model_from))
+        cfg, _ = rendezvous.join(options.config.checked(commands.model_from))
         keep(cfg)
         return
     from jaxpar.data.command import run

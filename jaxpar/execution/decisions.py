@@ -12,7 +12,7 @@ from typing import Literal
 
 from jaxpar.components.component import NormForm
 from jaxpar.components.experts import experts_in
-from jaxpar.config import Config, replace
+from jaxpar.config import Config
 from jaxpar.config.layout.placement import expert_ways, spreads_experts
 from jaxpar.config.remat_policies import saved_names, saves_on_host, without_mark
 from jaxpar.config.rules.guard import scales_loss
@@ -185,14 +185,6 @@ def execution_of(cfg: Config, platform: Platform | None = None) -> Execution:
         layers_per_vjp=_layers_per_vjp(cfg, stage_wide),
         scales_loss=scales_loss(cfg),
     ).saving(saved_names(p.remat))
-
-
-def explain(cfg: Config) -> str:
-    """How `cfg` is executed on GPUs, in one line for people."""
-    known = cfg.parallel.data > 0
-    ex = on_gpus(cfg if known else replace(cfg, **{"parallel.data": 2}))
-    when = "" if known else " (with parallel.data 2)"
-    return f"execution on GPUs{when}: {'; '.join(ex.in_words())}"
 
 
 def on_gpus(cfg: Config) -> Execution:

@@ -50,7 +50,7 @@ KERNELS = "kernels"
 NO_STEP_READS = (
     *("train.log_every", "metrics.tensorboard", "metrics.wandb", "metrics.mlflow", "metrics.gpus"),
     *("metrics.prometheus_port", "metrics.prometheus_address", "metrics.sinks"),
-    *("run.record_routing", "profile", "evaluation"),
+    *("run.record_routing", "run.verbose", "profile", "evaluation"),
     *("run.dir", "run.store", "run.compilation_cache", "run.cpu_devices", "checkpoint", "cluster"),
     *("data.path", "data.cache_dir", "data.cache_gib", "data.prefetch", "data.tokenize_workers"),
 )

@@ -19,6 +19,15 @@ from jaxpar.config import ConfigError
 #: Names of models on the Hub. A relative path of two parts has the same form.
 NAME = re.compile(r"(?P<model>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?", re.ASCII)
 
+#: Names without an organization that the Hub keeps for models of its first years.
+FIRST_NAMES = {
+    "distilgpt2": "distilbert/distilgpt2",
+    **{
+        name: f"openai-community/{name}"
+        for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
+    },
+}
+
 #: Copies of the weights in other formats, beside the published ones.
 LEFT_OUT = ("*/*", "consolidated*")
 
@@ -37,7 +46,13 @@ class Snapshot:
 
 def is_name(text: str) -> bool:
     """Return whether a text is the name of a model of the Hub, and no path on this host."""
-    return NAME.fullmatch(text) is not None and not Path(text).exists()
+    return named(text) is not None and not Path(text).exists()
+
+
+def named(text: str) -> re.Match[str] | None:
+    """Return the model and the revision that a text names, if it is a name of the Hub."""
+    name, at, revision = text.partition("@")
+    return NAME.fullmatch(FIRST_NAMES.get(name, name) + at + revision)
 
 
 def find(text: str, option: str, files: Sequence[str], rule: str, fix: str) -> Snapshot:
@@ -49,11 +64,11 @@ def find(text: str, option: str, files: Sequence[str], rule: str, fix: str) -> S
     """
     if Path(text).exists():
         return Snapshot(Path(text), text)
-    named = NAME.fullmatch(text)
-    if named is None:
+    found = named(text)
+    if found is None:
         raise ConfigError(option, text, rule, fix)
-    folder = _download(named["model"], named["revision"], files, text, option)
-    return Snapshot(folder, f"{named['model']}@{folder.name}")
+    folder = _download(found["model"], found["revision"], files, text, option)
+    return Snapshot(folder, f"{found['model']}@{folder.name}")
 
 
 def _download(

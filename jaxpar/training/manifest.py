@@ -156,7 +156,7 @@ def write(
         ("replicas", replicas),
         ("devices", f"{manifest['device']}, mesh {manifest['mesh']}"),
         ("attention", run.attention),
-        ("execution", "; ".join(run.execution.in_words())),
+        ("execution", "; ".join(run.execution.in_words()) if cfg.run.verbose else ""),
         ("data", _data(run)),
         ("sizes", _sizes(run)),
         ("skipped", left_out(run)),
@@ -164,7 +164,7 @@ def write(
         *(("hint", line) for line in hints),
         ("certified", str(found) if found is not None else ""),
         ("run", str(run.dir)),
-        *(("set", item) for item in environment),
+        *(("set", item) for item in environment if cfg.run.verbose),
     ]
     show("\n".join(f"{name:<11}{text}" for name, text in rows if text))
 

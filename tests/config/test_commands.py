@@ -41,6 +41,14 @@ def test_every_program_is_a_command_and_is_listed(capsys):
             assert any(shown.split() == [name, *line.split()] for shown in lines)
 
 
+def test_help_shows_a_page(capsys):
+    for name in ("lora", "docs/lora.md"):
+        assert command.main(["--help", name]) == 0
+        assert capsys.readouterr().out.startswith("# LoRA\n")
+    with pytest.raises(ConfigError, match=r"Fix: use jaxpar --help checkpoints\.$|use python"):
+        command.main(["--help", "chekpoints"])
+
+
 def test_listing_the_commands_imports_no_jax():
     program = (
         "import sys; from jaxpar import __main__ as command; command.main([]); "

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from jaxpar.config import command_line, config_file
+from jaxpar.config import command_line, config_file, replace
 from jaxpar.config.validate import check, resolve
 from jaxpar.model.flops import num_params
 
@@ -58,6 +58,8 @@ SHIPPED = {
     "extending": (822_400, [1, 2, 4, 8, 16]),
     "sigmoid_attention": (857_216, [1, 2, 4]),
     "source_weights": (1_235_814_400, [1, 8]),
+    "finetune": (3_213_568, [1, 8]),
+    "llama": (158_622_720, [1, 8]),  # with 32,000 tokens
     "quickstart_moe": (2_596_000, [1, 2, 4, 8, 16]),
 }
 
@@ -65,6 +67,8 @@ SHIPPED = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_shipped_config_is_the_published_model_and_fits_its_devices(name):
     cfg = command_line.load_config(name)
+    if not cfg.model.vocab_size:  # that of the data
+        cfg = replace(cfg, **{"model.vocab_size": 32_000})
     parameters, devices = SHIPPED[name]
     assert num_params(cfg.model) == parameters
     check(cfg)

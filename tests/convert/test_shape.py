@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.config.command_line import read_config
+from jaxpar.config.command_line import ConfigArguments, read_config
 from jaxpar.convert.hf.composed import difference
 from jaxpar.convert.hf.config import family_of, model_of
 from jaxpar.convert.shape import model_from
@@ -180,6 +180,18 @@ def test_the_command_line_fills_the_model_before_other_options(tmp_path):
     assert len(cfg.model.layers) == 2
 
 
+def test_one_option_starts_from_a_published_model(tmp_path):
+    folder, data = write(tmp_path / "m", QWEN3), ["--data.path", "data/stdlib"]
+    made = [
+        ConfigArguments.of([*start, f"--from={folder}", *data], "train").asked(model_from)
+        for start in (["finetune"], [])
+    ]
+    assert made[0] == made[1] and made[0].model.d_model == 32
+    assert made[0].run.init_from == folder and made[0].optimizer.learning_rate == 1e-5
+    cfg = ConfigArguments.of(["quickstart", "--from", folder], "train").asked(model_from)
+    assert (cfg.model, cfg.run.init_from) == (made[0].model, folder)
+
+
 #: Changes to a good config.json of a family, and what the error says.
 FILES = [
     (QWEN3, {"num_hidden_layers": None}, "num_hidden_layers = None: must be int"),
@@ -216,6 +228,8 @@ FILES = [
 OPTIONS = [
     ("--model.from", r"model\.from = '': needs a value"),
     ("--model.from --train.seed 3", r"model\.from = '': needs a value"),
+    ("--from", r"from = '': needs a value"),
+    ("--from DIR --model.from DIR", r"model\.from = .*is given twice"),
     ("--model.from DIR --model.from DIR", r"model\.from = .*is given twice"),
     ("--model.family qwen3", r"model\.family = 'qwen3': needs --model\.from"),
     ("--model.from DIR --model.family", r"model\.family = '': needs a value"),

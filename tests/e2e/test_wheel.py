@@ -49,15 +49,16 @@ def clean() -> dict[str, str]:
 
 
 def test_a_wheel_holds_each_file_of_the_package_and_the_configs(wheel):
-    command = ["git", "ls-files", "jaxpar", "configs"]
+    command = ["git", "ls-files", "jaxpar", "configs", "docs/*.md"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("this is no checkout of git")
     names = [n for n in listed.stdout.splitlines() if (ROOT / n).is_file()]
-    wanted = {f"jaxpar/{n}" if n.startswith("configs/") else n for n in names}
+    wanted = {n if n.startswith("jaxpar/") else f"jaxpar/{n}" for n in names}
     held = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
     assert wanted <= held and "jaxpar/configs/quickstart.py" in held
     assert {n.partition("/")[0] for n in held} == {"jaxpar"}
+    assert not [n for n in held if n.startswith("jaxpar/docs/") and not n.endswith(".md")]
 
 
 @pytest.mark.slow

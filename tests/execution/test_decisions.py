@@ -1,11 +1,9 @@
 """How configs are executed: one table, config -> Execution."""
 
 import dataclasses
-import json
 
 import pytest
 
-from jaxpar.commands import call
 from jaxpar.config import Attention, ClampedSwiglu, Config, Experts, Glu, Layer, replace
 from jaxpar.config.validate import resolve
 from jaxpar.execution import decisions
@@ -139,15 +137,6 @@ def test_in_words():
         "activations: some in host memory",
         "backward: a chunk at a time",
     ]
-
-
-def test_print_config_explains_the_execution(capsys):
-    with pytest.raises(SystemExit) as ended:
-        call("train", ["llama3_8b", "--parallel.tensor", "2", "--print-config"])
-    printed = capsys.readouterr()
-    assert ended.value.code == 0 and json.loads(printed.out)["parallel"]["tensor"] == 2
-    assert printed.err.startswith("execution on GPUs (with parallel.data 2): tensor overlap: ")
-    assert "norms: written before the matmul" in printed.err
 
 
 def test_no_decision_needs_devices(monkeypatch):

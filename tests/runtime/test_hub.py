@@ -79,4 +79,6 @@ def test_a_path_comes_before_a_name(server, tmp_path):
     assert find("org/model") == hub.Snapshot(Path("org/model"), "org/model")
     assert not hub.is_name("org/model")
     assert hub.is_name("org/other")
+    assert hub.named("gpt2@main").groups() == ("openai-community/gpt2", "main")
+    assert not hub.is_name("gpt3")
     assert not server.requests

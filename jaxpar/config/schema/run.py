@@ -32,6 +32,9 @@ class RunConfig:
     record_routing: tuple[Count, ...] = ()
     """Steps whose routing to record, such as 1,100,200: the experts of every token, in RUN/routing.
     `python -m jaxpar.profile --bench --routing FILE` repeats it. Empty: none."""
+    verbose: bool = False
+    """Print at start how the model is executed and which variables are set: manifest.json has both
+    in any case."""
     compilation_cache: str = "~/.cache/jaxpar/xla"
     """Folder of the persistent compilation cache, used on GPUs. Empty: no cache."""
 
