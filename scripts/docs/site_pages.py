@@ -1,15 +1,20 @@
-"""Adds pages outside docs/ to the site, as an MkDocs hook (see mkdocs.yml).
+"""Adds pages outside docs/ to the site, and other names of what pages are about: an MkDocs hook.
 
 CONTRIBUTING.md and CHANGELOG.md become pages, and links to and from them are adjusted. Links to
 files that are not pages, such as source files, become plain text.
 """
 
 import re
+import sys
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+sys.path.insert(0, str(Path(__file__).parent))  # MkDocs runs this file by its path
+
+from also_called import ALSO_CALLED
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,6 +57,19 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def with_names(text: str, page: str) -> str:
+    """Add other names of what its headings are about (also_called.py).
+
+    Raises:   ValueError if the page lacks a heading.
+    """
+    for heading, names in ALSO_CALLED.get(page, {}).items():
+        line = re.compile(rf"^#+ {re.escape(heading)}$", re.MULTILINE)
+        text, count = line.subn(rf"\g<0>\n\n*Also called: {names}.*", text)
+        if count != 1:
+            raise ValueError(f"also_called.py: {page} has {count} headings {heading!r}")
+    return text
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Adjust a page's links; called by MkDocs after reading it."""
-    return to_root(markdown, page.file.src_uri)
+    """Adjust a page's links and add other names; called by MkDocs after reading it."""
+    return with_names(to_root(markdown, page.file.src_uri), page.file.src_uri)
