@@ -44,6 +44,13 @@ def test_every_page_is_there_and_found_by_search(site):
     assert any("zigzag" in entry["text"].lower() for entry in index)
 
 
+def test_notebooks_are_pages_with_their_pictures(site):
+    names = [path.stem for path in (ROOT / "docs" / "notebooks").glob("*.ipynb")]
+    texts = [(site / "notebooks" / f"{name}.html").read_text("utf-8") for name in names]
+    assert len(texts) > 8 and all("data:image/png" in text for text in texts)
+    assert 'href="notebooks/07_ten_lines.html"' in (site / "python_api.html").read_text("utf-8")
+
+
 @pytest.mark.parametrize(
     ("words", "page"),
     [
