@@ -17,15 +17,16 @@ FILE = ROOT / "docs" / "images" / "torchtitan.svg"
 
 STYLE = """
   .ground{fill:#fcfcfd;stroke:#d5d9e0} .ours{fill:#3f63c9} .theirs{fill:#b9c0cc}
-  .axis{stroke:#4a5362;stroke-width:1} text{font-family:system-ui,-apple-system,"Segoe UI",
+  text{font-family:system-ui,-apple-system,"Segoe UI",
   sans-serif;font-size:12px;fill:#20262f} .title{font-size:14px;font-weight:600}
   .small{font-size:11px;fill:#4a5362}
   @media (prefers-color-scheme:dark){ .ground{fill:#1b2028;stroke:#39414e} .ours{fill:#6f8fe8}
-  .theirs{fill:#5b6575} .axis{stroke:#b6beca} text{fill:#e8ebf0} .small{fill:#b6beca} }
+  .theirs{fill:#5b6575} text{fill:#e8ebf0} .small{fill:#b6beca} }
 """
 
-#: Sizes in pixels: chart width, start of the bars, torchtitan's bar, row and bar heights, top.
-WIDTH, LEFT, UNIT, ROW, BAR, TOP = 700, 242, 120, 46, 15, 70
+#: Sizes in pixels: chart width, start of the bars, torchtitan's bar, row and bar heights, top. The
+#: chart also fits a phone.
+WIDTH, LEFT, UNIT, ROW, BAR, TOP = 440, 20, 90, 54, 13, 86
 
 
 def label(card: dict[str, Any]) -> tuple[str, str]:
@@ -52,21 +53,20 @@ def bars(y: float, ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     first, second = label(ours)
     long = UNIT * rate / peer
     return [
-        words(LEFT - 12, y + 12, first, "", "end"),
-        words(LEFT - 12, y + 28, second, "small", "end"),
+        words(LEFT, y - 6, f'{first} <tspan class="small">· {second}</tspan>'),
         f'<rect class="ours" x="{LEFT}" y="{y}" width="{long:.1f}" height="{BAR}"/>',
-        words(LEFT + long + 8, y + 12, f"{rate:,.0f} · {rate / peer:.2f} ×"),
+        words(LEFT + long + 8, y + 11, f"{rate:,.0f} · {rate / peer:.2f} ×"),
         f'<rect class="theirs" x="{LEFT}" y="{y + BAR + 1}" width="{UNIT}" height="{BAR}"/>',
-        words(LEFT + UNIT + 8, y + BAR + 13, f"{peer:,.0f}", "small"),
+        words(LEFT + UNIT + 8, y + BAR + 12, f"{peer:,.0f}", "small"),
     ]
 
 
 def draw() -> str:
     """Return the picture as SVG."""
     rows = pairs()
-    height = TOP + ROW * len(rows) + 14
-    title = "Training throughput: jaxpar and torchtitan 0.2.2 on the same kind of GPU"
-    under = "Tokens per second per GPU; bars relative to torchtitan's"
+    height = TOP + ROW * len(rows) - 12
+    title = "Training throughput: jaxpar and torchtitan 0.2.2"
+    under = "Tokens per second per GPU"
     body = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
         f'width="{WIDTH}" height="{height}" role="img" aria-label="{title}">',
@@ -75,15 +75,13 @@ def draw() -> str:
         f'<rect class="ground" x="1" y="1" width="{WIDTH - 2}" height="{height - 2}" rx="8"/>',
         words(20, 28, title, "title"),
         words(20, 48, under, "small"),
-        f'<rect class="ours" x="{LEFT + UNIT + 28}" y="38" width="11" height="11"/>',
-        words(LEFT + UNIT + 45, 48, "jaxpar", "small"),
-        f'<rect class="theirs" x="{LEFT + UNIT + 96}" y="38" width="11" height="11"/>',
-        words(LEFT + UNIT + 113, 48, "torchtitan", "small"),
+        f'<rect class="ours" x="{WIDTH - 138}" y="38" width="11" height="11"/>',
+        words(WIDTH - 122, 48, "jaxpar", "small"),
+        f'<rect class="theirs" x="{WIDTH - 82}" y="38" width="11" height="11"/>',
+        words(WIDTH - 66, 48, "torchtitan", "small"),
     ]
     for i, (_, ours, _, theirs) in enumerate(rows):
         body += bars(TOP + ROW * i, ours, theirs)
-    end = TOP + ROW * len(rows) - 8
-    body.append(f'<path class="axis" d="M{LEFT} {TOP - 6}V{end}"/>')
     return "\n".join([*body, "</svg>"]) + "\n"
 
 

@@ -1,15 +1,21 @@
-"""Adds pages outside docs/ to the site, as an MkDocs hook (see mkdocs.yml).
+"""Adds pages to the site, and other names of what pages are about: an MkDocs hook.
 
-CONTRIBUTING.md and CHANGELOG.md become pages, and links to and from them are adjusted. Links to
-files that are not pages, such as source files, become plain text.
+CONTRIBUTING.md, CHANGELOG.md and the notebooks become pages, and links to and from them are
+adjusted. Links to files that are not pages, such as source files, become plain text.
 """
 
 import re
+import sys
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+sys.path.insert(0, str(Path(__file__).parent))  # MkDocs runs this file by its path
+
+from also_called import ALSO_CALLED
+from notebook_pages import page_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,14 +50,46 @@ def to_root(text: str, page: str) -> str:
     return LINK.sub(turned, text)
 
 
+def notebooks() -> list[Path]:
+    """Return the notebooks in order."""
+    return sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Add the notebooks to the navigation; called by MkDocs after reading mkdocs.yml."""
+    pages: list[str | dict[str, str]] = [f"notebooks/{one.stem}.md" for one in notebooks()]
+    assert config.nav is not None
+    for section in config.nav:
+        for entry in next(iter(section.values())):
+            if isinstance(entry, dict) and entry.get("Notebooks") == "notebooks/README.md":
+                entry["Notebooks"] = ["notebooks/README.md", *pages]
+    return config
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages; called by MkDocs after listing docs/."""
     for name, page in PAGES.items():
         text = from_root((ROOT / name).read_text("utf-8"))
         files.append(File.generated(config, page, content=text))
+    for one in notebooks():
+        files.append(File.generated(config, f"notebooks/{one.stem}.md", content=page_of(one)))
     return files
 
 
+def with_names(text: str, page: str) -> str:
+    """Add other names of what its headings are about (also_called.py).
+
+    Raises:   ValueError if the page lacks a heading.
+    """
+    for heading, names in ALSO_CALLED.get(page, {}).items():
+        line = re.compile(rf"^#+ {re.escape(heading)}$", re.MULTILINE)
+        text, count = line.subn(rf"\g<0>\n\n*Also called: {names}.*", text)
+        if count != 1:
+            raise ValueError(f"also_called.py: {page} has {count} headings {heading!r}")
+    return text
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Adjust a page's links; called by MkDocs after reading it."""
-    return to_root(markdown, page.file.src_uri)
+    """Adjust a page's links and add other names; called by MkDocs after reading it."""
+    text = re.sub(r"(\]\([^)\s]+)\.ipynb\)", r"\1.md)", markdown)
+    return with_names(to_root(text, page.file.src_uri), page.file.src_uri)

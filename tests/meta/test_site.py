@@ -44,6 +44,35 @@ def test_every_page_is_there_and_found_by_search(site):
     assert any("zigzag" in entry["text"].lower() for entry in index)
 
 
+def test_notebooks_are_pages_with_their_pictures(site):
+    names = [path.stem for path in (ROOT / "docs" / "notebooks").glob("*.ipynb")]
+    texts = [(site / "notebooks" / f"{name}.html").read_text("utf-8") for name in names]
+    assert len(texts) > 8 and all("data:image/png" in text for text in texts)
+    assert 'href="notebooks/07_ten_lines.html"' in (site / "python_api.html").read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        ("multi-node", "clusters"),
+        ("gradient clipping", "numerics"),
+        ("early stopping", "checkpoints"),
+        ("OOM", "troubleshooting"),
+        ("custom loss", "extend/losses"),
+        ("custom dataset", "data"),
+        ("vLLM", "convert"),
+        ("Shakespeare", "data"),
+        ("activation checkpointing", "parallelism"),
+        ("mixed precision", "precision"),
+    ],
+)
+def test_the_names_of_other_systems_are_in_the_index(site, words, page):
+    index = json.loads((site / "search" / "search_index.json").read_text("utf-8"))["docs"]
+    texts = {e["location"]: f"{e['title']} {e['text']}".lower() for e in index}
+    named = {at.partition(".html")[0] for at, text in texts.items() if words.lower() in text}
+    assert page in named
+
+
 def search(shown, words: str) -> list[str]:
     """Type words into the search of a page. Returns: the links that are found."""
     box = shown.page.locator("input.md-search__input")

@@ -1,0 +1,77 @@
+"""Other names of what a heading is about, which people search for.
+
+The site shows them under the heading ("Also called: ..."), so its search finds them.
+"""
+
+ALSO_CALLED = {
+    "checkpoints.md": {
+        "Runs and checkpoints": "save and load, resume training, restart",
+        "The best checkpoint": "early stopping, keep the best model",
+        "Averages of checkpoints": "model averaging, model soup, merge checkpoints",
+    },
+    "clusters.md": {
+        "Multi-node training": "multi-host, distributed training, torchrun, several machines",
+        "Slurm": "sbatch, srun",
+        "Elastic hosts": "fault tolerance, elastic training, node failure",
+    },
+    "convert.md": {
+        "Hugging Face conversion": "transformers, safetensors, import, export, vLLM, serving",
+        "Fine-tuning": "finetune, continued pre-training, SFT, supervised fine-tuning",
+    },
+    "data.md": {
+        "Preparing text": "custom dataset, own data, tiktoken, Shakespeare, one text file",
+        "Streaming text": "IterableDataset, on-the-fly tokenization",
+        "Mixtures": "data mixing, sampling weights, several datasets",
+        "Evaluation sets": "validation set, held-out data",
+        "Chat data": "instruction tuning, conversations, chat template, SFT data",
+    },
+    "distillation.md": {"Distillation": "knowledge distillation, teacher and student, KD"},
+    "doctor.md": {"Checking a machine: jaxpar.doctor": "NCCL test, health check, burn-in"},
+    "experts.md": {"Experts": "mixture of experts, MoE, expert parallelism, EP, router, top-k"},
+    "extend/components.md": {"Components": "custom layer, custom attention, own model"},
+    "extend/losses.md": {
+        "Losses": "custom loss, loss function, objective",
+        "Probes": "hooks, activations, custom metric, logging",
+    },
+    "extend/optimizers.md": {
+        "Update rules and schedules": "custom optimizer, learning-rate scheduler"
+    },
+    "extend/runs.md": {"Batches, sinks and callbacks": "custom data loader, Trainer hooks"},
+    "generation.md": {
+        "Generating text": "inference, sampling, decoding, temperature, top-p",
+        "Evaluating on tasks": "lm-evaluation-harness, lm_eval, HellaSwag, MMLU, benchmarks",
+    },
+    "long_context.md": {"Longer contexts": "long context, RoPE scaling, YaRN, context extension"},
+    "lora.md": {"LoRA": "PEFT, adapters, low-rank adaptation, fine-tuning"},
+    "memory.md": {"Memory": "OOM, out of memory, CPU offload, does not fit"},
+    "monitoring.md": {
+        "Sinks": "W&B, Weights & Biases, TensorBoard, MLflow, Prometheus, logging",
+        "The report": "loss curve, dashboard, plots",
+    },
+    "mup.md": {"µP: learning rates that hold at every width": "muP, maximal update, transfer"},
+    "numerics.md": {
+        "Clipping": "gradient clipping, clip_grad_norm, max norm",
+        "Determinism": "reproducibility, seeds, deterministic training",
+        "Mesh invariance": "certify, numerical correctness, parity between layouts",
+    },
+    "optimizers.md": {
+        "Schedules by step": "learning-rate schedule, batch-size warm-up, curriculum",
+        "A moving average of the weights": "EMA, exponential moving average",
+    },
+    "parallelism.md": {
+        "data, expert and sequence: FSDP": "data parallelism, DDP, ZeRO, fully sharded",
+        "tensor": "tensor parallelism, TP, model parallelism, Megatron",
+        "sequence: context parallelism": "CP, ring attention, Ulysses",
+        "pipeline": "pipeline parallelism, PP, 1F1B, GPipe",
+        "Rematerialization": "activation checkpointing, gradient checkpointing, recomputation",
+    },
+    "precision.md": {"Precision": "mixed precision, AMP, bf16, fp16, fp8, loss scaling"},
+    "preference_tuning.md": {"Preference tuning": "DPO, RLHF, alignment, preference pairs"},
+    "python_api.md": {"Functions": "jax.grad, custom training loop, pure functions"},
+    "reliability.md": {"Loss spikes": "divergence, NaN, instability, skip updates"},
+    "sweeps.md": {"Sweeps": "hyperparameter search, grid search, learning-rate sweep"},
+    "troubleshooting.md": {
+        "Out of memory": "OOM, CUDA out of memory, RESOURCE_EXHAUSTED",
+        "It hangs": "NCCL timeout, deadlock, stuck",
+    },
+}
