@@ -7,7 +7,7 @@ from jaxpar.config.command_line import ConfigArguments
 from jaxpar.config.config_file import load_config
 from jaxpar.config.numerals import number, whole_number, with_unit
 from jaxpar.config.options import read_options
-from jaxpar.planning.options import PlanOptions
+from jaxpar.tools.planning.options import PlanOptions
 
 
 def arguments(*words):
