@@ -21,7 +21,7 @@ def main(options: forms.Options) -> int:
     """Answer, and return the exit code."""
     from jaxpar.tools.planning.command import plan
 
-    return plan(options, commands.model_from)
+    return plan(options, commands.model_from, commands.with_vocabulary)
 
 
 if __name__ == "__main__":

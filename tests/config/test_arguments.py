@@ -2,11 +2,14 @@
 
 import pytest
 
+from jaxpar import commands
 from jaxpar.config import ConfigError
 from jaxpar.config.command_line import ConfigArguments
 from jaxpar.config.config_file import load_config
 from jaxpar.config.numerals import number, whole_number, with_unit
 from jaxpar.config.options import read_options
+from jaxpar.tools.planning.command import asked_for
+from jaxpar.tools.planning.fields import command_line
 from jaxpar.tools.planning.options import PlanOptions
 
 
@@ -49,6 +52,14 @@ def test_an_option_of_the_command_is_an_argument_too():
     words = ["llama", "--params", "1B", "--tokens", "7B"]
     options = read_options(PlanOptions, words, "python -m jaxpar.plan", "")
     assert options.tokens == 7e9 and options.config.name == "llama:params=1B,tokens=7B"
+
+
+def test_a_plan_without_data_assumes_a_vocabulary(tmp_path, capsys):
+    words = ["llama", "--data.path", str(tmp_path / "none")]
+    options = read_options(PlanOptions, words, "python -m jaxpar.plan", "")
+    asked = asked_for(options, None, commands.with_vocabulary)
+    assert asked.cfg.model.vocab_size == 32_000 and "32,000: assumed" in capsys.readouterr().err
+    assert "vocab" not in command_line(asked.name, asked.base, asked.cfg)
 
 
 @pytest.mark.parametrize(

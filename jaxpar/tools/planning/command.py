@@ -1,9 +1,11 @@
 """The work of `python -m jaxpar.plan`: its questions, and their answers."""
 
 import dataclasses
+import functools
 import json
 import shlex
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from jaxpar.config import Config, ConfigError
+from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.listed import written
 from jaxpar.config.lists.step_sizes import step_sizes
 from jaxpar.config.model_source import ModelReader
@@ -39,6 +41,10 @@ from jaxpar.tools.planning.options import (
 MIN_WIDTH = 118
 
 
+#: Tokens of a vocabulary that is the data's, which is not there: Llama 2's.
+ASSUMED_VOCABULARY = 32_000
+
+
 @dataclass(frozen=True)
 class Asked:
     """A parsed and checked command line."""
@@ -51,10 +57,13 @@ class Asked:
     fixed: dict[str, Any]
 
 
-def plan(options: Options, model_from: ModelReader) -> int:
+def plan(
+    options: Options, model_from: ModelReader, with_vocabulary: Callable[[Config], Config]
+) -> int:
     """Print the answer, as tables or JSON. Returns the exit code.
 
-    Args:     model_from: as in `ConfigArguments.checked`.
+    Args:     model_from: as in `ConfigArguments.checked`. with_vocabulary: takes the size of the
+              vocabulary from the data.
     """
     # Planning computes only shapes, so it does not need a GPU.
     jax.config.update("jax_platforms", "cpu")
@@ -66,25 +75,44 @@ def plan(options: Options, model_from: ModelReader) -> int:
         case GoodputOptions():
             record = questions.answer_goodput(options, console)
         case PlanOptions():
-            record = answer(asked_for(options, model_from), console)
+            record = answer(asked_for(options, model_from, with_vocabulary), console)
     if options.json:
         print(json.dumps(record, indent=2))
     return 0
 
 
-def asked_for(options: PlanOptions, model_from: ModelReader | None = None) -> Asked:
+def asked_for(
+    options: PlanOptions,
+    model_from: ModelReader | None = None,
+    with_vocabulary: Callable[[Config], Config] | None = None,
+) -> Asked:
     """Check the options, and read the config.
 
-    Args:     model_from: as in `ConfigArguments.checked`.
+    Args:     as in `plan`.
     Raises:   ConfigError if an option is invalid.
     """
     file = options.write or None
     check_file("--write", file, endings=(".py",), new=True, in_existing_folder=True)
     cluster = cluster_of(options)
-    cfg = options.config.checked(model_from=model_from)
+    fill = functools.partial(_with_some_vocabulary, with_vocabulary) if with_vocabulary else None
+    cfg = options.config.checked(model_from, fill)
     check_teacher(cfg)
     name, base = options.config.name, options.config.base
+    if not base.model.vocab_size and not options.config.asked(model_from).model.vocab_size:
+        base = replace(base, **{"model.vocab_size": cfg.model.vocab_size})  # a run finds it again
     return Asked(options, name, base, cfg, cluster, read_fixed(options.fix or None, cfg))
+
+
+def _with_some_vocabulary(with_vocabulary: Callable[[Config], Config], cfg: Config) -> Config:
+    """Set a vocabulary that is the data's, or one of ASSUMED_VOCABULARY while there is no data."""
+    try:
+        return with_vocabulary(cfg)
+    except ConfigError as error:
+        if error.field != "data.path":
+            raise
+    said = f"vocabulary {ASSUMED_VOCABULARY:,}: assumed until {cfg.data.path} exists"
+    print(said, file=sys.stderr, flush=True)
+    return replace(cfg, **{"model.vocab_size": ASSUMED_VOCABULARY})
 
 
 def cluster_of(options: PlanOptions) -> Cluster:
