@@ -108,7 +108,8 @@ class PairObjective(Objective):
         def of_document(number: int) -> jax.Array:
             mine = batch.segment_ids == number
             found = jnp.sum(jnp.where(mine, ratios, 0.0), axis=1)
-            return found / jnp.sum(mine & labeled, axis=1) if self.per_token else found
+            count = jnp.maximum(jnp.sum(mine & labeled, axis=1), 1)
+            return found / count if self.per_token else found
 
         for k in range(batch.labels.shape[1] // 2):
             of_pair = jnp.stack([of_document(2 * k + 1), of_document(2 * k + 2)], axis=-1)
