@@ -289,8 +289,8 @@ TABLE = (*_of_features(), *_OF_ALL)
 def combinations(cfg: Config) -> Iterator[ConfigError]:
     """Yield an error for each row whose conditions both hold."""
     holds = functools.cache(lambda condition: condition.holds(cfg))
-    own = getattr(cfg.train.loss, "incompatible", tuple)()  # an objective outside the package
-    for row in (*TABLE, *own):
+    of_own: Any = getattr(cfg.train.loss, "incompatible", tuple)  # of an objective elsewhere
+    for row in (*TABLE, *of_own()):
         if holds(row.one) and holds(row.other):
             path, value = row.one.named(cfg)
             rule = f"is not supported with {row.other.words(cfg)}: {row.why}"
