@@ -33,7 +33,7 @@ GROUPS = {
         "sweep": "train at every point of a grid, and rank the runs",
     },
     "prepare": {
-        "data": "tokenize text and chats into datasets; keep what a teacher says of them",
+        "data": "tokenize text and chats into datasets",
         "plan": "predict the memory and speed of every layout of a config, without a GPU",
         "convert": "import and export published models and adapters",
     },

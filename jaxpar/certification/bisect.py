@@ -50,6 +50,7 @@ from jaxpar.checkpoint.saved import read_saved, saved_steps
 from jaxpar.config import Config, ConfigError, replace, value_of
 from jaxpar.config.config_file import load_config
 from jaxpar.config.json_reader import UnreadableJson, read_json_object
+from jaxpar.config.schema.features import objectives
 from jaxpar.config.validate import check, resolve
 from jaxpar.monitoring.certificate import Conditions, conditions_of
 from jaxpar.monitoring.recent_steps import read_recent
@@ -173,7 +174,7 @@ def _config(name: str, number: int, like: Config | None, code: Sequence[str]) ->
 
 def _refuse(name: str, cfg: Config) -> None:
     """Raises:   ConfigError for a run whose steps read more than a state and a batch."""
-    for section in ("dpo", "distill", "diloco"):
+    for section in (*objectives(), "diloco"):
         if value_of(cfg, section):
             rule = f"of {name} is set, and --bisect takes no steps of it"
             fix = f"use python -m jaxpar.checkpoint replay {name} --step N"

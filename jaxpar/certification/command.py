@@ -36,6 +36,7 @@ from jaxpar.monitoring.certificate import (
     to_values,
 )
 from jaxpar.objectives.losses import Loss
+from jaxpar.objectives.of_pairs import PairObjective
 from jaxpar.prediction.startup import check_host
 from jaxpar.runtime import exit_codes, tables
 from jaxpar.runtime import start as runtime
@@ -183,7 +184,9 @@ def own_code(cfg: Config) -> list[str]:
         if path in ("train.callbacks", "data.source", "metrics.sinks"):
             continue
         name = f"{path}: {getattr(value, 'metric', '') or type(value).__name__}"
-        if isinstance(value, Loss) and type(value).plain is not Loss.plain:
+        forms = ((Loss, "plain"), (PairObjective, "plain_loss"))
+        own = (isinstance(value, k) and getattr(type(value), n) is not vars(k)[n] for k, n in forms)
+        if any(own):
             lines.append(f"{name} was compared with its plain form")
         else:
             lines.append(f"{name} {only_sharding}")

@@ -29,6 +29,7 @@ from jaxpar.config import (
 from jaxpar.config.fields import switch_of, turning_off
 from jaxpar.config.layers import with_value
 from jaxpar.config.model_source import ModelReader
+from jaxpar.config.schema.features import objectives
 from jaxpar.config.validate import resolve
 from jaxpar.model.plain import decoder
 from jaxpar.runtime import exit_codes
@@ -52,7 +53,7 @@ def prepared(cfg: Config, sequences: int, length: int) -> Config:
     Raises:   ConfigError for a model that cannot be widened, or a run that trains other weights.
     """
     rule = "is not part of the check, which trains all weights of layers with attention"
-    for path in map(switch_of, ("lora", "dpo", "distill")):
+    for path in map(switch_of, ("lora", *objectives())):
         if (value := value_of(cfg, path)) is not None:
             raise ConfigError(path, value, rule, f"use {turning_off(path)[0]}")
     if cfg.model.recurrent:

@@ -16,7 +16,8 @@ import numpy as np
 
 from jaxpar.certification.results import Result, Subject
 from jaxpar.certification.updates import ONE, mesh_of, on
-from jaxpar.config import Config
+from jaxpar.config import Config, replace
+from jaxpar.config.schema.features import objectives
 from jaxpar.config.schema.items import Source
 from jaxpar.data.loader import Loader
 from jaxpar.data.mixture import BLOCK
@@ -147,7 +148,8 @@ def of_files(cfg: Config, fields: dict[str, Any]) -> Config:
     none = {"source": None, "mixture": (), "mixture_schedule": (), "length_schedule": ()}
     data = dataclasses.replace(cfg.data, **none | {"held_out": ""} | fields)
     train = dataclasses.replace(cfg.train, batch_schedule=())
-    return dataclasses.replace(cfg, data=data, train=train, distill=None, dpo=None)
+    of_text = dataclasses.replace(cfg, data=data, train=train)
+    return replace(of_text, **dict.fromkeys(objectives()))
 
 
 def _weighted(paths: Iterable[Path]) -> tuple[Source, ...]:

@@ -6,12 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxpar.components.experts import Experts, experts_in
-from jaxpar.config import Config, replace
-from jaxpar.model.plain import decoder
-from jaxpar.model.plain.feed_forward import PlainRouting, router_loss
+from jaxpar.config import Config
 from jaxpar.sharding.batch import IGNORED, Batch
-from jaxpar.step.features.qk_clip import largest_logits
+from jaxpar.step.features import features_of
 
 type Metrics = dict[str, jax.Array]
 
@@ -25,32 +22,8 @@ def before_update(params: Any, grads: Any, batch: Batch, cfg: Config) -> Metrics
         "grad_norm": optax.tree.norm(grads),
         "num_tokens": jnp.sum(jnp.asarray(batch.labels) != IGNORED),
     }
-    if cfg.optimizer.qk_clip > 0:
-        logits = largest_logits(params, batch, cfg)
-        found["max_attention_logit"] = jnp.max(logits)
-        found["clipped_heads"] = jnp.sum(logits > cfg.optimizer.qk_clip)
-    if experts_in(cfg.model) and not cfg.lora:
-        _, routings = decoder.hidden_and_routings(params, batch, cfg)
-        found |= _of_experts(routings, cfg)
-    return found
-
-
-def _of_experts(routings: list[PlainRouting], cfg: Config) -> Metrics:
-    rows = jnp.stack([jnp.sum(one.used, axis=(0, 1)) for one in routings])
-    share = rows / jnp.sum(rows, axis=1, keepdims=True)
-    E = rows.shape[1]
-    logs = jnp.where(rows > 0, jnp.log(jnp.where(rows > 0, share, 1.0)), 0.0)
-    found = {
-        "expert_rows": rows,
-        "expert_entropy": jnp.mean(-jnp.sum(share * logs, axis=1)) / jnp.log(max(E, 2)),
-        "fullest_expert": jnp.max(share) * E,
-        "dropped_rows": jnp.zeros(()),
-    }
-    for name in ("balance_loss", "router_z_loss"):
-        if getattr(cfg.train, name):
-            alone = {"train.balance_loss": 0.0, "train.router_z_loss": 0.0, f"train.{name}": 1.0}
-            losses = [router_loss(one, replace(cfg, **alone)) for one in routings]
-            found[name] = jnp.mean(jnp.stack(losses))
+    for feature in features_of(cfg):
+        found |= feature.plain_before(params, batch, cfg)
     return found
 
 
@@ -61,9 +34,6 @@ def after_update(new: Any, cfg: Config) -> Metrics:
     """
     zero = jnp.zeros(())
     found: Metrics = {"skipped": zero, "in_a_row": zero, "loss_scale": jnp.ones(())}
-    layers = [one.name for one in cfg.model.layers if isinstance(one.feed_forward, Experts)]
-    biases = [new[name]["router_bias"] for name in layers if "router_bias" in new[name]]
-    if biases and not cfg.lora:
-        ranges = [jnp.max(jnp.ptp(of, axis=-1)) for of in biases]
-        found["router_bias_range"] = jnp.max(jnp.stack(ranges))
+    for feature in features_of(cfg):
+        found |= feature.plain_after(new, cfg)
     return found

@@ -85,10 +85,8 @@ class StepsAgain:
     def start(self) -> TrainState:
         """Return the state that the steps begin with."""
         run = self.run
-        if run.cfg.dpo:
-            run.prepare_reference(None)
-        if run.teacher is not None:
-            run.teacher.load()
+        if run.supplement is not None:
+            run.supplement.load(run, None)
         if self.begin:
             return restore(run.cfg, run.mesh, self.begin)
         return initial_weights.state(run.cfg, run.mesh, run.origin, log)
@@ -99,12 +97,12 @@ class StepsAgain:
 
     def batch_on(self, mesh: Mesh, number: int) -> Batch:
         """Return a batch of the run on the devices of a mesh of the same shape."""
-        batch = self.run.taught(self.run.loader.batch(number))
+        batch = self.run.supplemented(self.run.loader.batch(number))
         return jax.device_put(batch, NamedSharding(mesh, BATCH_SPEC))
 
     def next(self, state: TrainState, done: int) -> tuple[TrainState, Metrics]:
         """Take the step after `done`, and the outer steps after it. Donates the state."""
-        batch = self.run.taught(self.run.loader.batch(self.batch_of(done)))
+        batch = self.run.supplemented(self.run.loader.batch(self.batch_of(done)))
         state, measured = self.step(self.run.mesh, state, batch, done)
         return self._outer_steps(done + 1, state), measured
 

@@ -23,17 +23,20 @@ from jaxpar.certification import plain_metrics
 from jaxpar.components.experts import experts_in
 from jaxpar.config import Config, replace
 from jaxpar.config.lists.weight_schedules import with_weights_of
-from jaxpar.config.schema.optimizer import AVERAGED
+from jaxpar.config.schema.features import objective_in
 from jaxpar.execution.decisions import execution_of
 from jaxpar.functional.plain import loss_of_logical
 from jaxpar.functional.sharded import shard_batch
 from jaxpar.model.parameters import specs_of, trainable_specs
+from jaxpar.model.plain import decoder
+from jaxpar.model.plain.feed_forward import router_loss
 from jaxpar.objectives.losses import loss_of
-from jaxpar.objectives.reference import distillation_losses, preference_loss
+from jaxpar.objectives.objective import objective_of
 from jaxpar.optimizer.rules import make_optimizer
 from jaxpar.sharding.batch import IGNORED, Batch
 from jaxpar.sharding.initial_values import init_options, initialize
 from jaxpar.sharding.params import flat, join, split
+from jaxpar.step.feature import Feature
 from jaxpar.step.features import features_of, own_probes, post_updates
 from jaxpar.step.features.layer_metrics import every_probe
 from jaxpar.step.layer_order import layer_order
@@ -46,38 +49,10 @@ from jaxpar.step.train_step import (
     make_train_step,
 )
 
-# ----------------------- Random batches of packed pairs of responses, for `certify` and the tests
-
-
-#: Most pairs in a row of a random batch, and the share of tokens that belong to prompts.
-PAIRS, PROMPTS = 2, 0.3
-
 
 def max_segments(cfg: Config) -> int | None:
     """Return the bound on documents in a row that the steps of random batches need."""
-    return 2 * PAIRS if cfg.dpo else None
-
-
-def random_pairs(cfg: Config, index: int = 0) -> Batch:
-    """Make a batch of one or two pairs a row, of random lengths, on the host, in text order.
-
-    A function of (train.seed, index). Some labels are IGNORED, as those of prompts are, and the
-    log probabilities of the reference are random.
-    """
-    rng = np.random.default_rng((cfg.train.seed, index))
-    shape = B, T = cfg.train.global_batch_size, cfg.data.seq_len
-    text = rng.integers(0, cfg.model.vocab_size, (B, T + 1), dtype=np.int32)
-    segments, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-    for row in range(B):
-        cuts = rng.choice(np.arange(1, T), 2 * (1 + row % PAIRS) - 1, replace=False)
-        for document, start in enumerate([0, *sorted(cuts.tolist())]):
-            segments[row, start:] = document + 1
-            positions[row, start:] = np.arange(T - start)
-    last = np.diff(segments, axis=1, append=-1) != 0
-    spared = last | (rng.random(shape) < PROMPTS)
-    labels = np.where(spared, np.int32(IGNORED), text[:, 1:])
-    scores = np.where(spared, 0, -2 * rng.random(shape)).astype(np.float32)
-    return Batch(text[:, :T], labels, segments, positions, scores)
+    return objective_of(cfg).documents
 
 
 type Arrays = dict[str, np.ndarray]
@@ -96,14 +71,14 @@ def random_batch(cfg: Config, index: int = 0) -> Batch:
     """Make a batch of random tokens in packed documents of random length, on the host, in order.
 
     A function of (train.seed, index). Labels across the end of a document, and a few random ones,
-    are IGNORED. Without `data.document_mask`, a sequence is one document. With `dpo.beta`, they are
-    pairs of responses.
+    are IGNORED. Without `data.document_mask`, a sequence is one document. An objective may make
+    another one (`Objective.random_batch`).
     """
-    if cfg.dpo:
-        return random_pairs(cfg, index)
-    rng = np.random.default_rng((cfg.train.seed, index))
+    of, rng = objective_of(cfg), np.random.default_rng((cfg.train.seed, index))
     B, T = cfg.train.global_batch_size, cfg.data.seq_len
     text = rng.integers(0, cfg.model.vocab_size, (B, T + 1), dtype=np.int32)
+    if (made := of.random_batch(cfg, rng, text)) is not None:
+        return made
     starts = rng.random((B, T + 1)) < (DOCUMENTS - 1) / T
     if not cfg.data.document_mask:
         starts[:] = False
@@ -111,27 +86,18 @@ def random_batch(cfg: Config, index: int = 0) -> Batch:
     place = np.arange(T, dtype=np.int32)
     first = np.maximum.accumulate(np.where(starts[:, :T], place, 0), axis=1)
     dropped = starts[:, 1:] | (rng.random((B, T)) < DROPPED)
-    taught = random_teacher(cfg, rng, cfg.distill.top_k) if cfg.distill else {}
+    extra = of.random_extra(cfg, rng)
     reads = cfg.train.loss.reads if cfg.train.loss else ()
-    sources = rng.integers(0, 2, (B, 1), dtype=np.int32) if reads else None
+    if reads:
+        sources = rng.integers(0, 2, (B, 1), dtype=np.int32)
+        extra |= {"source": np.broadcast_to(sources, (B, T)).copy()}
     return Batch(
-        **taught,
-        extra={} if sources is None else {"source": np.broadcast_to(sources, (B, T)).copy()},
+        extra=extra,
         tokens=text[:, :T],
         labels=np.where(dropped, np.int32(IGNORED), text[:, 1:]),
         segment_ids=np.cumsum(starts[:, :T], axis=1, dtype=np.int32),
         positions=(place - first).astype(np.int32),
     )
-
-
-def random_teacher(cfg: Config, rng: np.random.Generator, k: int) -> dict[str, np.ndarray]:
-    """Make the k likeliest tokens of a random teacher, as fields of a batch."""
-    shape = (cfg.train.global_batch_size, cfg.data.seq_len, cfg.model.vocab_size)
-    logits = 2 * rng.standard_normal(shape)
-    scores = logits - np.log(np.sum(np.exp(logits), axis=-1, keepdims=True))
-    ids = np.argsort(-scores, axis=-1)[..., :k].astype(np.int32)
-    likeliest = np.take_along_axis(scores, ids, axis=-1).astype(np.float32)
-    return {"teacher_ids": ids, "teacher_scores": likeliest}
 
 
 @dataclass(frozen=True)
@@ -177,7 +143,8 @@ def reference_trace(
     specs = specs_of(cfg)
     start = initial_params(specs, cfg.train.seed)
     initial = functools.partial(initial_params, seed=cfg.train.seed)
-    extra = post_updates.plain_state(cfg, trainable_specs(cfg), initial)
+    trainable = split(start, specs)[0]
+    extra = {f.name: f.plain_state(cfg, trainable, initial) for f in features_of(cfg)}
     with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
         params, extra = jax.tree.map(_exact, (start, extra))
         return _reference_trace(cfg, batches, steps, prepare, moved, start, params, extra)
@@ -216,19 +183,15 @@ def _reference_trace(
     update, opt_state = _updates(prepared, specs, params)
     probes = quick_jit(lambda params: own_probes.plain(params, batches[0], cfg, every))(params)
     found = [to_host(metrics)] if not steps else []
-    states, losses, average = {}, list[float](), split(params, specs)[0]
+    states, losses = {}, list[float]()
     for step, batch in enumerate(batches[:steps]):
         if step:
             loss, grads, metrics = gradients(with_weights_of(cfg, step))(params, batch)
-        params, opt_state, extra, average, more = update(
-            grads, opt_state, params, batch, extra, average, step
-        )
+        params, opt_state, extra, more = update(grads, opt_state, params, batch, extra, step)
         losses.append(float(loss))
         found.append(to_host(metrics | more))
         if step + 1 in (1, steps):
-            saved = {"params": params, "opt_state": opt_state} | extra
-            saved |= {AVERAGED: average} if cfg.optimizer.ema else {}
-            states[step + 1] = named(saved)
+            states[step + 1] = named({"params": params, "opt_state": opt_state} | extra)
     return TrainingTrace(
         to_host(start),
         float(first[0]),
@@ -273,22 +236,22 @@ def _updates(cfg: Config, specs: Any, params: Any) -> tuple[Any, Any]:
     clip = optax.clip_by_global_norm(limit) if limit else optax.identity()
 
     @quick_jit
-    def update(grads, opt_state, params, batch, extra, average, step):
+    def update(grads, opt_state, params, batch, extra, step):
         trainable, frozen = split(params, specs)
         clipped, _ = clip.update(grads, clip.init(trainable))
         updates, opt_state = rule.update(clipped, opt_state, trainable)
         new = join(optax.apply_updates(trainable, updates), frozen)
-        for feature in features_of(cfg):
-            new = feature.plain(new, params, batch, cfg)
-        new, extra = post_updates.plain(cfg, new, params, extra, step)
-        decay = cfg.optimizer.ema.decay if cfg.optimizer.ema else 0.0
-        keep = jnp.minimum(decay, (2 + step) / (11 + step))
-        weights = split(new, specs)[0]
-        average = jax.tree.map(lambda a, w: keep * a + (1 - keep) * w, average, weights)
-        metrics = plain_metrics.after_update(new, cfg)
-        return new, opt_state, extra, average, metrics
+        for feature in sorted(features_of(cfg), key=_late):
+            new, own = feature.plain(new, params, extra[feature.name], step, batch, cfg)
+            extra = extra | {feature.name: own}
+        return new, opt_state, extra, plain_metrics.after_update(new, cfg)
 
     return update, rule.init(split(params, specs)[0])
+
+
+def _late(feature: Feature) -> tuple[bool, bool]:
+    """Users' post-updates come after other features, before those of the final weights."""
+    return feature.of_final_weights, isinstance(feature, post_updates.OwnPostUpdate)
 
 
 def initial_params(specs: Any, seed: int) -> Any:
@@ -307,20 +270,29 @@ def reference_gradients(params: Any, batch: Batch, cfg: Config) -> tuple[jax.Arr
     plain = replace(cfg, **no_more)
     trainable, frozen = split(params, specs_of(cfg))
 
-    loss = preference_loss if cfg.dpo else token_loss
+    of = objective_in(cfg)
     t, m = cfg.train, cfg.model
     of_routers = experts_in(m) and (t.balance_loss or t.router_z_loss)
     has_more = t.z_loss or of_routers or (m.mtp_depth and t.mtp_loss)
 
     def both(trainable):
         params = join(trainable, frozen)
-        if cfg.distill:
-            return distillation_losses(params, batch, cfg)
-        total = loss(params, batch, cfg)
-        return total, loss(params, batch, plain) if has_more else total
+        if of is not None:
+            return objective_loss(params, batch, cfg)
+        total = token_loss(params, batch, cfg)
+        return total, token_loss(params, batch, plain) if has_more else total
 
     (_, reported), grads = jax.value_and_grad(both, has_aux=True)(trainable)
     return reported, grads
+
+
+def objective_loss(params: Any, batch: Batch, cfg: Config) -> tuple[jax.Array, jax.Array]:
+    """Compute the plain form of an objective, with the losses of routers, and what is reported."""
+    params = decoder.scale_adapters(params, cfg)
+    x, routings = decoder.hidden_and_routings(params, batch, cfg)
+    logits = decoder.output(x, params, cfg.model)
+    total, reported = objective_of(cfg).plain(logits, batch, cfg)
+    return total + sum(router_loss(one, cfg) for one in routings), reported
 
 
 def token_loss(params: Any, batch: Batch, cfg: Config) -> jax.Array:

@@ -33,8 +33,8 @@ from jaxpar.sharding.axes import AXES
 from jaxpar.sharding.mesh import make_mesh, shardings
 from jaxpar.sharding.params import ParamSpec, count, flat, join, partition_specs
 from jaxpar.step.diloco.trainers import trainer_axes
-from jaxpar.step.feature import TrainStep
 from jaxpar.step.features import moving_average
+from jaxpar.step.progress import TrainStep
 from jaxpar.step.state import TrainState, init_state, state_shardings, state_specs
 from jaxpar.step.train_step import updated
 

@@ -19,6 +19,9 @@ from jaxpar.components.weight import Weight, matrix, vector
 #: The losses of a router, as named in metrics: the last dim of `losses` at the point "routing".
 LOSSES = ("balance_loss", "router_z_loss")
 
+#: The weight of `Router.balancing_bias`, [E]. No gradient trains it.
+BALANCING_BIAS = "router_bias"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Router(Component):
@@ -40,6 +43,10 @@ class Router(Component):
     """Multiply the weights of a token's experts by this (DeepSeek-V3: 2.5)."""
     scales_input: bool = False
     """Multiply the input of a token's expert by its weight, in place of the output (Llama 4)."""
+
+    def bias_on_scores(self, w: dict[str, Any]) -> Any:
+        """Return the balancing bias among the weights of a layer, [E]; 0 without."""
+        return w[BALANCING_BIAS] if self.balancing_bias else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +77,7 @@ class Experts(FeedForward):
         if self.router.linear_bias:
             found["b_router"] = vector((E,), by_expert)
         if self.router.balancing_bias:
-            found["router_bias"] = vector((E,), by_expert, trainable=False)
+            found[BALANCING_BIAS] = vector((E,), by_expert, trainable=False)
         if shared := self.num_shared_experts * F:
             for n in into:
                 found[f"w_shared_{n}"] = matrix((D, shared), ("embed", "mlp"))

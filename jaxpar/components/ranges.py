@@ -64,6 +64,13 @@ class Example:
     good: Any
 
 
+@dataclass(frozen=True)
+class Needs:
+    """What some layer must have for a field to be read, such as "feed_forward.scale"."""
+
+    part: str
+
+
 # Types of fields.
 Count = Annotated[int, Range(1)]
 Natural = Annotated[int, Range(0)]

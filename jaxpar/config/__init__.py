@@ -37,7 +37,6 @@ from jaxpar.config.schema.items import (
     StepShare,
 )
 from jaxpar.config.schema.metrics import MetricsConfig, ProfileConfig
-from jaxpar.config.schema.objectives import DistillConfig, DpoConfig
 
 __all__ = [
     "BatchSize",
@@ -48,8 +47,6 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "DilocoConfig",
-    "DistillConfig",
-    "DpoConfig",
     "EmaConfig",
     "EvaluationConfig",
     "EvaluationSet",

@@ -26,11 +26,17 @@ def section_of(hint: Any) -> Any:
     return next((option for option in options if dataclasses.is_dataclass(option)), None)
 
 
+def hints_in(section: Any) -> dict[str, Any]:
+    """Return the types of a section's fields, in order, without their ranges."""
+    hints = typing.get_type_hints(section)
+    return {field.name: hints[field.name] for field in dataclasses.fields(section)}
+
+
 @functools.cache
 def field_types(cls: Any = Config, prefix: str = "") -> dict[str, Any]:
     """Return the type of every section and field by path: {"train.seed": int, ...}."""
     found: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(cls).items():
+    for name, hint in hints_in(cls).items():
         found[prefix + name] = hint
         if section_of(hint) is not None:
             found |= field_types(section_of(hint), f"{prefix}{name}.")

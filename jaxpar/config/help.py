@@ -213,7 +213,7 @@ def _rows(cfg: Config, paths: Iterable[str], *, items: bool = True) -> Iterator[
             continue
         section, _, name = path.rpartition(".")
         section_class: Any = type(default_of(section)) if section else Config
-        text = meanings(section_class)[name]
+        text = meanings(section_class).get(name, "None: off.")
         if section_of(field_types()[path]) is None:
             text = f"{text} ({_value(cfg, path)})"
         yield f"{flag(path)} {_metavar(field_types()[path])}", text

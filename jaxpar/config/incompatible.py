@@ -5,6 +5,7 @@ first, and fixes that end either.
 """
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -26,9 +27,11 @@ from jaxpar.config.condition import (
     unequal,
     where,
 )
+from jaxpar.config.features import DECLARATIONS
 from jaxpar.config.fields import refused
 from jaxpar.config.layout.layer_split import layers_before_stages
 from jaxpar.config.remat_policies import names_on_host
+from jaxpar.config.schema.features import objectives
 
 # ------------------------------------------------------------------------------- parts of a model
 
@@ -123,7 +126,6 @@ def _needs_matrices(rule: Any) -> bool:
 
 
 LORA, MTP, MUP = enabled("lora"), changed("model.mtp_depth"), enabled("model.mup")
-DPO, TEACHER = enabled("dpo"), enabled("distill")
 LOSS, PROBES = changed("train.loss"), changed("train.probes")
 POST_UPDATES, SOURCE = changed("train.post_updates"), changed("data.source")
 OWN_SCHEDULE = where(
@@ -133,7 +135,6 @@ Z_LOSS, Z_LOSS_SCHEDULE = changed("train.z_loss"), changed("train.z_loss_schedul
 BATCHES, LENGTHS = changed("train.batch_schedule"), changed("data.length_schedule")
 EPOCHS, MIXTURE = changed("train.num_epochs"), changed("data.mixture")
 DILOCO = enabled("diloco")
-EMA, QK_CLIP = enabled("optimizer.ema"), changed("optimizer.qk_clip")
 MOMENTS_ON_HOST = changed("optimizer.offload")
 MASTERS_ON_HOST = changed("optimizer.offload_masters")
 LAYER_METRICS, ROUTING = changed("metrics.layers"), changed("run.record_routing")
@@ -169,29 +170,12 @@ class Incompatible(NamedTuple):
 _ROW = Incompatible
 _UNVERIFIED = "the combination is not verified"
 
-TABLE: tuple[Incompatible, ...] = (
+_OF_ALL: tuple[Incompatible, ...] = (
     # Objectives
-    _ROW(TEACHER, DPO, "both replace the loss"),
-    _ROW(LOSS, DPO, "it is a loss of pairs"),
-    _ROW(LOSS, TEACHER, "it is another loss"),
     _ROW(Z_LOSS, LOSS, "it is a term of the default loss: add one of scores.logsumexp() to yours"),
     _ROW(Z_LOSS_SCHEDULE, LOSS, "it is a term of the default loss"),
     _ROW(Z_LOSS, Z_LOSS_SCHEDULE, "the schedule replaces it"),
     _ROW(changed("train.mtp_loss"), changed("train.mtp_loss_schedule"), "the schedule replaces it"),
-    _ROW(Z_LOSS, DPO, "the loss of pairs has no such term"),
-    _ROW(Z_LOSS_SCHEDULE, DPO, "the loss of pairs has no such term"),
-    _ROW(Z_LOSS, TEACHER, "the loss of a student has no such term"),
-    _ROW(Z_LOSS_SCHEDULE, TEACHER, "the loss of a student has no such term"),
-    _ROW(MTP, DPO, "the loss of pairs has no such term"),
-    _ROW(MTP, TEACHER, "the loss of a student has no such term"),
-    _ROW(MIXTURE, DPO, "pairs come from one dataset"),
-    _ROW(changed("data.loss_on"), DPO, "the loss of pairs is on the responses"),
-    _ROW(equal("data.document_mask", False), DPO, "two responses are documents of one sequence"),
-    _ROW(BATCHES, DPO, "all steps have as many pairs"),
-    _ROW(LENGTHS, DPO, "a sequence holds whole pairs"),
-    _ROW(EPOCHS, DPO, "passes are over text: set train.num_steps"),
-    _ROW(BATCHES, TEACHER, "the teacher's steps have one size"),
-    _ROW(LENGTHS, TEACHER, "the teacher's steps have one size"),
     # Data and evaluation
     _ROW(EPOCHS, MIXTURE, "each source has its own passes"),
     _ROW(EPOCHS, changed("train.num_tokens"), "both set the length of the run"),
@@ -203,8 +187,6 @@ TABLE: tuple[Incompatible, ...] = (
     _ROW(SOURCE, MIXTURE, "the source mixes by itself"),
     _ROW(SOURCE, LENGTHS, "its sequences have one length"),
     _ROW(SOURCE, EPOCHS, "the source has no epochs"),
-    _ROW(SOURCE, DPO, "pairs of responses are of a dataset"),
-    _ROW(SOURCE, changed("distill.cache"), "the cache is of the sequences of a dataset"),
     _ROW(changed("optimizer.decay_steps"), OWN_SCHEDULE, "it says itself when the rate falls"),
     # Adapters
     _ROW(LORA, MTP, "modules have no adapters"),
@@ -230,31 +212,17 @@ TABLE: tuple[Incompatible, ...] = (
     _ROW(SEVERAL_STACKS, changed("diloco.fragments"), "layers are in several stacks"),
     _ROW(EXPERTS, DILOCO, "loads are balanced over all replicas"),
     _ROW(LORA, DILOCO, "replicas would share the frozen weights"),
-    _ROW(DPO, DILOCO, "pairs are counted over all replicas"),
-    _ROW(TEACHER, DILOCO, "replicas would share the teacher"),
     _ROW(LAYER_METRICS, DILOCO, "squares are summed over all replicas"),
     _ROW(MOMENTS_ON_HOST, DILOCO, "layers are updated without a dim of replicas"),
     _ROW(FLOAT16, DILOCO, "all replicas have one loss scale"),
     _ROW(equal("optimizer.name", "muon"), DILOCO, "all replicas share the work on matrices"),
     _ROW(_FIRST_IN_BLOCKS, DILOCO, "blocks have no dim of replicas"),
     _ROW(_SECOND_IN_BLOCKS, DILOCO, "blocks have no dim of replicas"),
-    _ROW(EMA, DILOCO, "inner steps do not change the weights to average"),
-    _ROW(QK_CLIP, DILOCO, "the largest logits would be those of all replicas"),
     _ROW(POST_UPDATES, DILOCO, "replicas differ in their weights"),
-    # QK-clip
-    _ROW(QK_NORM, QK_CLIP, "queries and keys are normalized, whatever the size of their matrices"),
-    _ROW(USER_HEADS, QK_CLIP, "it has other logits"),
-    _ROW(DIFFERENT_HEADS, QK_CLIP, "it measures as many heads in each layer"),
-    _ROW(BEFORE_STAGES, QK_CLIP, "layers before the stages are not clipped"),
-    _ROW(MTP, QK_CLIP, "attention in modules is not clipped"),
-    _ROW(LORA, QK_CLIP, "adapters alone are trained"),
     # Host memory
-    _ROW(EMA, MASTERS_ON_HOST, "the weights to average are in host memory"),
-    _ROW(QK_CLIP, MASTERS_ON_HOST, "the weights to rescale are in host memory"),
     _ROW(POST_UPDATES, MASTERS_ON_HOST, "the weights are in host memory"),
     _ROW(LAYER_METRICS, MASTERS_ON_HOST, "all weights are read after a step"),
     _ROW(LORA, MASTERS_ON_HOST, "frozen weights have no masters"),
-    _ROW(DPO, MASTERS_ON_HOST, "the reference is computed from weights on the device"),
     _ROW(
         where("`optimizer.name` for whole matrices", "optimizer.name", _needs_matrices),
         MOMENTS_ON_HOST,
@@ -306,10 +274,23 @@ TABLE: tuple[Incompatible, ...] = (
 )
 
 
+def _of_features() -> Iterator[Incompatible]:
+    """Yield the rows that features declare. Objectives exclude each other."""
+    for declared in DECLARATIONS:
+        yield from declared.incompatible()
+    each = [LOSS, *(cls.is_set() for cls in objectives().values())]
+    for one, other in itertools.combinations(each, 2):
+        yield _ROW(one, other, "both say what is trained")
+
+
+TABLE = (*_of_features(), *_OF_ALL)
+
+
 def combinations(cfg: Config) -> Iterator[ConfigError]:
     """Yield an error for each row whose conditions both hold."""
     holds = functools.cache(lambda condition: condition.holds(cfg))
-    for row in TABLE:
+    of_own: Any = getattr(cfg.train.loss, "incompatible", tuple)  # of an objective elsewhere
+    for row in (*TABLE, *of_own()):
         if holds(row.one) and holds(row.other):
             path, value = row.one.named(cfg)
             rule = f"is not supported with {row.other.words(cfg)}: {row.why}"

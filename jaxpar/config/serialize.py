@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxpar.components.model import Layer
 from jaxpar.config import Config, ConfigError, layers
-from jaxpar.config.fields import field_types, make_section, section_of, unknown_field
+from jaxpar.config.fields import field_types, hints_in, make_section, section_of, unknown_field
 from jaxpar.config.json_reader import read_json
 from jaxpar.config.listed import has_fields, hints_of, is_list, item_of, written
 from jaxpar.config.values import OR_NAMES, Value, from_saved, to_values
@@ -52,7 +52,7 @@ def _build(cls: Any, values: Any, prefix: str) -> Any:
         rule, name = "must be a JSON object of fields", prefix.rstrip(".")
         fix = "use [] for no items" if has_fields(cls) else "use {} for the defaults"
         raise ConfigError(name or "config", values, rule, fix)
-    hints = hints_of(cls) if has_fields(cls) else typing.get_type_hints(cls)
+    hints = hints_of(cls) if has_fields(cls) else hints_in(cls)
     for name, value in values.items():
         if name not in hints:
             error = unknown_field(prefix + name, value)

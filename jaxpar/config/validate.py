@@ -52,7 +52,6 @@ from jaxpar.config.rules.model import (
     vocabulary,
 )
 from jaxpar.config.rules.numbers import numbers
-from jaxpar.config.rules.objectives.distillation import distillation
 from jaxpar.config.rules.objectives.mtp import multi_token_prediction
 from jaxpar.config.rules.run import (
     best,
@@ -88,7 +87,7 @@ _RULES: tuple[Rule, ...] = (
     combinations,
     *(remat, saving, guards, profile, sinks, interleaving, compressed_sums),
     *(experts, lora, mup, multi_token_prediction),
-    *(evaluation, best, distillation, diloco, own_values),
+    *(evaluation, best, diloco, own_values),
 )
 _OF_MESH = (float8_of_components, divisibility, blocks_of_moments, enough_microbatches)
 

@@ -111,7 +111,7 @@ def to_values(node: Any) -> Any:
     """Return a config, or a part of it, as JSON's types: `dataclasses.asdict`, with values."""
     if isinstance(node, SavedValue):
         return {CLASS: node.name, **dict(node.fields)}
-    if isinstance(node, Value):
+    if isinstance(node, Value) and not getattr(node, "section", ""):
         return {CLASS: class_name(node), **_fields(node)}
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         return _fields(node)

@@ -10,6 +10,7 @@ from jaxpar.config.rules.paths import is_address
 from jaxpar.data.formats.convert import convert
 from jaxpar.data.formats.inspect import inspect_tokens
 from jaxpar.data.formats.meta import PAIRS, SPLITS, VAL, Meta, documents_file
+from jaxpar.data.loader import switches_for
 from jaxpar.data.options import (
     ConvertOptions,
     InspectOptions,
@@ -45,7 +46,7 @@ def train_command(output: str, meta: Meta) -> str:
     if seq_len != SEQ_LEN:
         flags.append(flag("data.seq_len", seq_len))
     if meta.kind == PAIRS:
-        flags.append(flag("dpo.beta", 0.1))
+        flags.append(switches_for(PAIRS)[0])
     if not meta.splits[VAL].num_tokens:
         flags.append(flag("evaluation.every", 0))
     return f"python -m jaxpar.train quickstart {' '.join(flags)}"

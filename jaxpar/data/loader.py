@@ -15,7 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import Config, ConfigError, default_of, flag, replace
+from jaxpar.config.fields import switch_of
 from jaxpar.config.json_reader import UnreadableJson
 from jaxpar.config.lists.step_sizes import (
     StepSizes,
@@ -23,6 +24,7 @@ from jaxpar.config.lists.step_sizes import (
     step_sizes,
     without_schedules,
 )
+from jaxpar.config.schema.features import objective_in, objectives
 from jaxpar.config.values import require_code
 from jaxpar.data.formats.meta import PAIRS, TRAIN
 from jaxpar.data.formats.tokens import TokenDataset
@@ -33,7 +35,7 @@ from jaxpar.data.shuffle import sequence_order
 from jaxpar.data.skips import SkippedBatches
 from jaxpar.data.sources import open_sources
 from jaxpar.sharding.axes import BATCH_SPEC
-from jaxpar.sharding.batch import IGNORED, Batch
+from jaxpar.sharding.batch import IGNORED, Batch, with_abstract_extra
 
 #: The name in `Batch.extra` of the source of each sequence.
 SOURCE = "source"
@@ -69,7 +71,7 @@ class Loader:
                   a larger vocabulary than the model.
         """
         self.sources = open_sources(cfg, split)
-        self.split = split
+        self.split, self._objective = split, objective_in(cfg)
         self._cfg = cfg if split == TRAIN else without_schedules(cfg)
         self._own: Any = cfg.data.source if split == TRAIN else None
         require_code(cfg, ["data.source"])
@@ -104,7 +106,7 @@ class Loader:
         check_vocabulary(cfg, dataset)
         if dataset.meta is not None and dataset.meta.kind == PAIRS:
             rule, path = "is a dataset of pairs of responses", dataset.name
-            fix = "use --dpo.beta 0.1, or other data"
+            fix = "use " + ", or ".join([*switches_for(PAIRS), "other data"])
             raise ConfigError("data.path", path, rule, fix)
         if num_sequences(found, seq_len) == 0:
             rule = f"needs {seq_len + 1} tokens, but {dataset.split} of {dataset.name} has {found}"
@@ -204,7 +206,9 @@ class Loader:
         """Return what `batch` returns, without values: shapes, dtypes and shardings."""
         _, rows, length = self.sizes.at(self.skipped.batch_of(step))
         array = jax.ShapeDtypeStruct((rows, length), np.int32, sharding=self._sharding)
-        return Batch(array, array, array, array, extra=dict.fromkeys(self._reads, array))
+        plain = Batch(array, array, array, array, extra=dict.fromkeys(self._reads, array))
+        gives = self._objective is not None and self._objective.loader(self.split) is not None
+        return with_abstract_extra(plain, self._cfg) if gives else plain
 
     def _own_rows(self, step: int) -> Batch:
         rows = self._rows[self.sizes.at(self.skipped.batch_of(step)).rows]
@@ -485,15 +489,13 @@ def open_loader(
     split: str = TRAIN,
     order: Callable[[int], np.ndarray | None] = lambda length: None,
 ) -> Loader:
-    """Open the loader of a split: of pairs with `dpo`, and with what a teacher says in the
-    training split with `distill.cache`. Args, Raises: as `Loader`; also as `TeacherCacheLoader`.
-    """
-    if cfg.distill and cfg.distill.cache and split == TRAIN:
-        from jaxpar.data.teacher_cache import TeacherCacheLoader
+    """Open the loader of a split, which the objective may choose. Args, Raises: as that one."""
+    of = objective_in(cfg)
+    kind = None if of is None else of.loader(split)
+    return (kind or Loader)(cfg, mesh, split, order)
 
-        return TeacherCacheLoader(cfg, mesh, split, order)
-    if cfg.dpo:
-        from jaxpar.data.pairs import PairLoader
 
-        return PairLoader(cfg, mesh, split, order)
-    return Loader(cfg, mesh, split, order)
+def switches_for(kind: str) -> list[str]:
+    """Return the options that turn on an objective of datasets of a kind."""
+    found = [name for name, cls in objectives().items() if cls.dataset == kind]
+    return [flag(switch_of(name), default_of(switch_of(name))) for name in found]

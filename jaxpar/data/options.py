@@ -4,7 +4,6 @@ import os
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from jaxpar.config.command_line import ConfigArguments
 from jaxpar.config.options import TO_ADDRESS, Argument, Range
 from jaxpar.config.rules.limits import TOKEN_ID
 
@@ -78,7 +77,7 @@ class PrepareChatOptions(_RecordOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PreparePairsOptions(_RecordOptions):
-    """Tokenize pairs of a chosen and a rejected response, for preference tuning."""
+    """Tokenize pairs of a chosen and a rejected response."""
 
     prompt_field: str = "prompt"
     """JSON field of the prompt: a text, or a list of {"role": ..., "content": ...}. Without it, the
@@ -140,18 +139,6 @@ class InspectOptions:
     """End-of-text token, for files that do not mark documents."""
     tokenizer: str | None = None
     """The tokenizer.json to decode the first text with, for tokens without a tokenizer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TeacherOptions:
-    """Keep what a teacher says of the training data, for a distillation without it.
-
-    CONFIG and fields are those of the run: distill.teacher names the teacher, and distill.cache the
-    folder to write. Training with the same fields then needs no teacher in memory. A command that
-    was stopped continues.
-    """
-
-    config: ConfigArguments
 
 
 type Options = (

@@ -11,14 +11,13 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
-from jaxpar.config import ConfigError, flag, present
+from jaxpar.config import ConfigError, flag
 from jaxpar.data.formats.meta import PAIRS
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.loader import Loader, check_vocabulary
-from jaxpar.sharding.batch import IGNORED, Batch
+from jaxpar.sharding.batch import IGNORED, REFERENCE, Batch
 
 
 class PairRows(NamedTuple):
@@ -71,7 +70,7 @@ def pack_rows(
     """Make a batch of some rows.
 
     Args:     numbers: int64 [N]. reference: float32 [num_tokens], log probability of each token.
-    Returns:  a Batch of [N, T] on the host; without `reference` if that is None.
+    Returns:  a Batch of [N, T] on the host; with `REFERENCE` unless that is None.
     """
     shape = len(numbers), seq_len
     tokens, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
@@ -87,7 +86,8 @@ def pack_rows(
             labels[n, place] = np.where(targets, dataset.tokens[part], np.int32(IGNORED))
             if reference is not None:
                 scores[n, place] = np.where(targets, reference[part], 0.0)
-    return Batch(tokens, labels, segments, positions, None if reference is None else scores)
+    extra = {} if reference is None else {REFERENCE: scores}
+    return Batch(tokens, labels, segments, positions, extra=extra)
 
 
 def places_of(dataset: TokenDataset, rows: PairRows, number: int) -> list[tuple[int, slice, slice]]:
@@ -120,7 +120,7 @@ class PairLoader(Loader):
     """A `Loader` whose sequences are rows of packed pairs (`pairs.py`)."""
 
     #: float32 [tokens]: log probability of each target of the split under the reference model, and
-    #: 0 of others. None until it is known: batches are then without `Batch.reference`.
+    #: 0 of others. None until it is known: batches are then without `REFERENCE`.
     reference: np.ndarray | None = None
 
     @property
@@ -147,16 +147,16 @@ class PairLoader(Loader):
         cfg, path = self._cfg, dataset.name
         check_vocabulary(cfg, dataset)
         if dataset.meta is None or dataset.meta.kind != PAIRS or dataset.targets is None:
-            rule = "is not a dataset of pairs, which preference tuning (dpo) needs"
+            rule = f"is not a dataset of pairs, which {type(self._objective).__name__} needs"
             raise ConfigError("data.path", path, rule, f"prepare one with `{PREPARE_PAIRS}`")
         rows, seq_len = self.rows, cfg.data.seq_len
-        if rows.num_dropped and (present(cfg.dpo).too_long == "error" or not len(rows.kept)):
+        if rows.num_dropped and (self._objective.too_long == "error" or not len(rows.kept)):
             of_all = f"{rows.num_dropped:,} of {dataset.num_documents // 2:,} pairs"
             rule = f"is shorter than {of_all} of {path} ({self.split}); the longest has "
             rule += f"{rows.longest:,} tokens"
             fix = "use " + flag("data.seq_len", -(-rows.longest // 128) * 128)
             if len(rows.kept):
-                fix += f", or leave them out with {flag('dpo.too_long', 'drop')}"
+                fix += f", or leave them out with {self._objective.option('too_long', 'drop')}"
             raise ConfigError("data.seq_len", seq_len, rule, fix)
 
     def _packed_sequences(self, numbers: np.ndarray, pieces: np.ndarray, length: int) -> Batch:
@@ -180,10 +180,3 @@ class PairLoader(Loader):
         _, count, length = self.sizes.at(0)  # steps of pairs have one size
         host = self._packed_rows(rows[self._rows[count]])
         return self._place(0, self._ordered(host, length))
-
-    def abstract_batch(self, step: int = 0) -> Batch:
-        """Return what `batch` returns once the reference is known, without values."""
-        plain = super().abstract_batch(step)
-        tokens = plain.tokens
-        scores = jax.ShapeDtypeStruct(tokens.shape, np.float32, sharding=tokens.sharding)
-        return dataclasses.replace(plain, reference=scores)

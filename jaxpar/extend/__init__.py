@@ -4,6 +4,7 @@
     matrix, vector                   the declaration of a weight
     Layer, Model, swap               a model: [Layer(name, mixer, feed_forward), ...]
     Loss, token_loss, Probe          a loss, a metric of layers
+    PairObjective                    a loss of pairs of responses
     PostUpdate, UpdateRule, Schedule what changes weights, and the learning rate
     DataSource, Callback, MetricSink batches, what acts between steps, where metrics go
     check                            a conformance test of a component
@@ -23,6 +24,7 @@ from jaxpar.data.own import DataSource
 from jaxpar.extend.model import swap
 from jaxpar.monitoring.sinks import MetricSink
 from jaxpar.objectives.losses import Loss, Scores
+from jaxpar.objectives.of_pairs import PairObjective
 from jaxpar.optimizer.matrices import Matrices
 from jaxpar.optimizer.own import Schedule, UpdateRule
 from jaxpar.sharding.params import ParamSpec
@@ -39,6 +41,7 @@ __all__ = [
     "Matrices",
     "MetricSink",
     "Mixer",
+    "PairObjective",
     "ParamSpec",
     "PostUpdate",
     "Probe",

@@ -35,19 +35,29 @@ type Weights = dict[str, Any]
 def layer(x: jax.Array, w: Weights, context: AttentionContext, ex: Execution) -> jax.Array:
     """Apply one layer to the local shard of the residual stream.
 
+    In a parallel block, x + attention(norm(x)) + feed_forward(norm(x)), all branches read x.
+
     Args:     x: [B, T/(sequence*tensor), D]. w: the layer's weights, complete over FSDP_AXES.
     Returns:  like x.
     Communication: that of each branch's `receive` and `send`, and the same in the backward.
+    Source:   of the parallel block, Wang & Komatsuzaki 2021 (GPT-J); Black et al. 2022
+              (2204.06745), GPT-NeoX, section 2.1.
     """
-    for branch, vectors, matrices in branches_with_weights(w, context.layer, ex.cfg.model):
-        with jax.named_scope(branch.name):
-            x, h = branch.normalize(x, vectors, ex)
-            x = probes.observe(branch.input_point, x, w, context, ex.cfg, seen=h.whole)
-            h = branch.receive(h, matrices, branch.norm, context, ex)
-            out = branch.function(h, matrices, context, ex)
-            out = branch.normalized(branch.send(out), vectors, ex.cfg.model)
-            out = probes.observe(branch.output_point, out, w, context, ex.cfg)
-            x = branch.add(x, out, vectors, ex.cfg.model)
+    branches = branches_with_weights(w, context.layer, ex.cfg.model)
+    for together in [branches] if context.layer.parallel else [[one] for one in branches]:
+        norms = []
+        for branch, vectors, _ in together:
+            with jax.named_scope(branch.name):
+                x, h = branch.normalize(x, vectors, ex)
+                x = probes.observe(branch.input_point, x, w, context, ex.cfg, seen=h.whole)
+                norms.append(h)
+        for h, (branch, vectors, matrices) in zip(norms, together, strict=True):
+            with jax.named_scope(branch.name):
+                h = branch.receive(h, matrices, branch.norm, context, ex)
+                out = branch.function(h, matrices, context, ex)
+                out = branch.normalized(branch.send(out), vectors, ex.cfg.model)
+                out = probes.observe(branch.output_point, out, w, context, ex.cfg)
+                x = branch.add(x, out, vectors, ex.cfg.model)
     return probes.observe("layer", x, w, context, ex.cfg)
 
 
@@ -260,27 +270,3 @@ def branches_with_weights(
     if unused:
         raise ValueError(f"no component of layer {layer.name} declares {sorted(unused)}")
     return found
-
-
-# ------------------------------- The parallel block: x + attention(norm(x)) + feed_forward(norm(x))
-#
-# Source:   Wang & Komatsuzaki 2021 (GPT-J); Black et al. 2022 (2204.06745), GPT-NeoX, section 2.1.
-
-
-def parallel_layer(x: jax.Array, w: Weights, context: AttentionContext, ex: Execution) -> jax.Array:
-    """Apply a layer whose branches read the same residual stream. As `layer` otherwise."""
-    branches = branches_with_weights(w, context.layer, ex.cfg.model)
-    norms = []
-    for branch, vectors, _ in branches:
-        with jax.named_scope(branch.name):
-            x, h = branch.normalize(x, vectors, ex)
-            x = probes.observe(branch.input_point, x, w, context, ex.cfg, seen=h.whole)
-            norms.append(h)
-    for h, (branch, vectors, matrices) in zip(norms, branches, strict=True):
-        with jax.named_scope(branch.name):
-            h = branch.receive(h, matrices, branch.norm, context, ex)
-            out = branch.function(h, matrices, context, ex)
-            out = branch.normalized(branch.send(out), vectors, ex.cfg.model)
-            out = probes.observe(branch.output_point, out, w, context, ex.cfg)
-            x = branch.add(x, out, vectors, ex.cfg.model)
-    return probes.observe("layer", x, w, context, ex.cfg)

@@ -40,7 +40,7 @@ from jaxpar.model.fused_weights import (
     outside_dims,
     outside_layer,
 )
-from jaxpar.model.layer import layer, parallel_layer
+from jaxpar.model.layer import layer
 from jaxpar.model.loss import LossWeights, cross_entropy, num_chunks, softcapped
 from jaxpar.model.parameters import Tree
 from jaxpar.model.weights import gather, layer_stream
@@ -232,7 +232,7 @@ def _layer_outside(ex: Execution) -> Callable[..., jax.Array]:
     )
     plain = dataclasses.replace(ex, cfg=cfg, norm="written", float32_weight_gradients=False)
     names = all_on_device(saved_names(ex.cfg.parallel.remat))
-    block = rematerialize(functools.partial(_one_layer, ex=plain), names, apart=False)
+    block = rematerialize(functools.partial(layer, ex=plain), names, apart=False)
     return lambda x, w, context: block(x, w, context)
 
 
@@ -285,14 +285,10 @@ def _layer(
 ) -> tuple[jax.Array, ...]:
     w = lora.with_frozen_base(w)
     if len(xs) == 1:
-        return (_one_layer(xs[0], w, contexts[0], ex),)
+        return (layer(xs[0], w, contexts[0], ex),)
     from jaxpar.model.row_groups import layer_of_row_groups
 
     return layer_of_row_groups(xs, w, contexts, ex)
-
-
-def _one_layer(x: jax.Array, w: Tree, context: AttentionContext, ex: Execution) -> jax.Array:
-    return (parallel_layer if context.layer.parallel else layer)(x, w, context, ex)
 
 
 def rematerialized(ex: Execution) -> Rematerialized:
@@ -354,6 +350,6 @@ def _block(ex: Execution):
     def block(x: jax.Array, w: Tree, context: AttentionContext) -> jax.Array:
         dims = layer_dims(w, context.layer, ex.cfg.model)
         w = lora.with_frozen_base(gather(w, dims, ex.cfg))
-        return _one_layer(x, w, context, ex)
+        return layer(x, w, context, ex)
 
     return block

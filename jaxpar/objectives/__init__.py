@@ -1,3 +1,3 @@
-"""Training objectives beside or in place of next-token cross entropy: preferences, distillation."""
+"""What a run trains: losses of tokens, and what all training objectives have in common."""
 
-MAY_IMPORT = ("config", "sharding", "execution", "parallel", "model")
+MAY_IMPORT = ("config", "sharding", "execution", "parallel", "model", "data")

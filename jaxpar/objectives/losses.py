@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxpar.config import Config, ConfigError, flag, value_of
 from jaxpar.config.fields import switch_of
+from jaxpar.config.schema.features import objective_in
 from jaxpar.config.values import Value, fields_of
 from jaxpar.sharding.batch import IGNORED, Batch
 
@@ -146,13 +147,13 @@ def loss_of(config: Config) -> Loss:
 
     Schedules of these weights are not read.
 
-    Raises:   ConfigError for preference tuning and distillation, which need more than tokens.
+    Raises:   ConfigError for other objectives, which need more than tokens.
     """
-    for section in ("dpo", "distill"):
-        if value_of(config, section):
-            field, rule = switch_of(section), "trains a loss that needs more than a batch of tokens"
-            fix = "pass loss=NextToken() for its cross entropy"
-            raise ConfigError(field, value_of(config, field), rule, fix)
+    if (of := objective_in(config)) is not None:
+        field, rule = "train.loss", "trains a loss that needs more than a batch of tokens"
+        field = switch_of(of.section) if of.section else field
+        fix = "pass loss=NextToken() for its cross entropy"
+        raise ConfigError(field, value_of(config, field), rule, fix)
     terms = {name: getattr(config.train, name) for name in TERMS}
     if config.train.loss is None:
         return NextToken(z_loss=config.train.z_loss, **terms)

@@ -1,187 +1,186 @@
-"""What a step minimizes, as a value: a head, what its sums are means over, and their names.
+"""What a run trains, as a value: all that other packages know of it.
 
-The head of the model gives sums; a step divides them by a count, of the whole batch.
+This file imports no JAX by itself, since a section of the config may be an objective.
 """
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import jax
-import jax.numpy as jnp
+from jaxpar.config.schema.section import ConfigSection
+from jaxpar.config.values import Value
 
-from jaxpar.config import Config, ConfigError
-from jaxpar.config.metrics import METRICS, Metric, declare
-from jaxpar.config.values import unknown_code
-from jaxpar.model import transformer
-from jaxpar.objectives.head import Head, Sums, Tree, count_labels
-from jaxpar.objectives.losses import Loss
-from jaxpar.parallel.collectives import psum
-from jaxpar.sharding.axes import REPLICA
-from jaxpar.sharding.batch import Batch
+if TYPE_CHECKING:
+    import jax
+    import numpy as np
+
+    from jaxpar.config import Config
+    from jaxpar.objectives.head import Head, Sums, Tree
+    from jaxpar.sharding.batch import Batch
 
 
-def _loss(mean: jax.Array) -> dict[str, jax.Array]:
-    return {"loss": mean}
+class Objective(ConfigSection, Value):
+    """What a run trains.
 
+    The head of the model gives sums; a step divides them by a count, of the whole batch. Those in
+    place of the next token are sections of the config (`jaxpar/features/`), whose fields are their
+    options, or values of `train.loss`, of classes outside the package.
+    """
 
-@dataclass(frozen=True)
-class Objective:
-    """What a step minimizes."""
+    kind: ClassVar[str] = "Loss"
+    evaluates: ClassVar[bool] = True
+    """Whether evaluations are of it. Otherwise they are of the cross entropy."""
+    recomputed: ClassVar[int] = 0
+    """Bytes per logit that the backward has in float32 if it computes logits again, which then
+    keeps the head's input; 0: it does not."""
+    dataset: ClassVar[str] = ""
+    """The kind of dataset that it needs, `Meta.kind`."""
+    documents: ClassVar[int | None] = None
+    """The most documents in a row of `random_batch`."""
 
-    head: Callable[[Tree, jax.Array, Batch, Head], Sums]
-    """(weights outside layers, x, microbatch, Head) -> (sum to differentiate, sums to report).
-    Every device calls it; x is that of the last pipeline stage."""
-    count: Callable[[Batch, tuple[str, ...]], jax.Array | None] = count_labels
-    """(batch of this device, mesh axes) -> what the sums are divided by, of the global batch. None:
-    it depends on the model, and is the last of the sums in an evaluation; a training step evaluates
-    its batch first, and the head gets the mean."""
-    report: Callable[[Any], dict[str, Any]] = _loss
-    """Means of the sums -> metrics, among them "loss"."""
-    metrics: dict[str, Metric] = field(default_factory=dict, hash=False, compare=False)
-    """The metrics that it adds."""
-    of_metrics: int = 0
-    """How many of the sums, the last ones, are those of metrics: over all replicas of DiLoCo."""
+    # ------------------------------------------------------------- in a step, on local shards
 
-    def summed(self, sums: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    def head(self, top: "Tree", x: "jax.Array", mb: "Batch", h: "Head") -> "Sums":
+        """Compute the summed loss of a microbatch. Every device calls it.
+
+        Args:
+            top: weights outside the layers.
+            x: [B, T/(sequence*tensor), D], of the last pipeline stage.
+            mb: of this device.
+            h: what it knows beside them.
+        Returns:  (sum to differentiate, sums to report).
+        """
+        raise NotImplementedError
+
+    def count(self, batch: "Batch", axes: tuple[str, ...]) -> "jax.Array | None":
+        """Return what the sums are divided by, of the global batch; labeled tokens by default.
+
+        None: it depends on the model, and is the last of the sums in an evaluation; a training step
+        evaluates its batch first, and the head gets the mean.
+
+        Args:
+            batch: of this device.
+            axes: of the mesh, over which tokens are split.
+        """
+        from jaxpar.objectives.head import count_labels
+
+        return count_labels(batch, axes)
+
+    def report(self, mean: Any) -> dict[str, Any]:
+        """Name the means of the sums: "loss", and the metrics."""
+        return {"loss": mean}
+
+    @property
+    def of_metrics(self) -> int:
+        """How many of the sums, the last ones, are those of metrics: over all replicas of
+        DiLoCo."""
+        return 0
+
+    def summed(self, sums: "jax.Array", axes: tuple[str, ...]) -> "jax.Array":
         """Sum what heads have reported over devices, and metrics over all replicas.
 
         Communication: an all-reduce over `axes`, and one of metrics over REPLICA if it is another.
         """
+        import jax.numpy as jnp
+
+        from jaxpar.parallel.collectives import psum
+        from jaxpar.sharding.axes import REPLICA
+
         total, n = psum(sums, axes), self.of_metrics
         if not n or REPLICA in axes:
             return total
         return jnp.concatenate([total[:-n], psum(total[-n:], REPLICA)])
 
+    # ---------------------------------------------------------------------------- for `certify`
 
-def _next_token(top: Tree, x: jax.Array, mb: Batch, h: Head) -> Sums:
-    return transformer.head(top, x, mb, cfg=h.cfg, weights=h.weights)
+    def plain(
+        self, logits: "jax.Array", batch: "Batch", cfg: "Config"
+    ) -> "tuple[jax.Array, jax.Array]":
+        """Compute the mean loss of a batch from all logits on one device, without sharding.
 
+        Args:
+            logits: float32 [B, T, V].
+            batch: [B, T] in text order.
+        Returns:  (what is differentiated, "loss").
+        """
+        raise NotImplementedError
 
-def _with_modules(top: Tree, x: jax.Array, mb: Batch, h: Head) -> Sums:
-    if not h.trains:
-        return _next_token(top, x, mb, h)
+    def random_batch(
+        self, cfg: "Config", rng: "np.random.Generator", text: "np.ndarray"
+    ) -> "Batch | None":
+        """Make a random batch on the host, in text order. None: packed documents.
 
-    def loss_of(top: Tree, x: jax.Array, mb: Batch) -> Sums:
-        return transformer.token_loss(top, x, mb.labels, h.cfg, h.weights.z_loss)
+        Args:     text: int32 [B, T + 1].
+        """
+        return None
 
-    total, losses = transformer.head_with_modules(
-        top, x, mb, h.ex, h.context_of, h.weights.mtp_loss, loss_of
-    )
-    return total, jnp.stack(losses)
+    def random_extra(self, cfg: "Config", rng: "np.random.Generator") -> "dict[str, np.ndarray]":
+        """Make what it reads of `Batch.extra`, with random values."""
+        return {}
 
+    # ------------------------------------------------------------ in a config, its data and a run
 
-def _of_pairs(top: Tree, x: jax.Array, mb: Batch, h: Head) -> Sums:
-    from jaxpar.objectives import pairs
+    def batch_extra(self, cfg: "Config") -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return what it reads of `Batch.extra`: name -> (dims after [B, T], dtype)."""
+        return {}
 
-    if h.max_segments is None:
-        raise ValueError("pairs need max_segments")
-    return pairs.head(top, x, mb, cfg=h.cfg, max_pairs=h.max_segments // 2)
+    def loader(self, split: str) -> "type | None":
+        """Return the class, a subclass of `Loader`, that reads a split; None: `Loader`."""
+        return None
 
+    def frozen_model(self, cfg: "Config") -> "Config | None":
+        """Return the config of a frozen model whose forward pass comes before each step."""
+        return None
 
-def _from_teacher(top: Tree, x: jax.Array, mb: Batch, h: Head) -> Sums:
-    if not h.trains:
-        return _next_token(top, x, mb, h)
-    from jaxpar.objectives import distillation
+    def check_plan(self, cfg: "Config") -> None:
+        """Raise ConfigError if `frozen_model` is unknown, so that it cannot be counted."""
 
-    return distillation.head(top, x, mb, cfg=h.cfg)
+    def weights(self, cfg: "Config", recorded: Any) -> dict[str, Any]:
+        """Choose the weights of other runs that it reads: field -> `Chosen`.
 
+        Args:     recorded: those that the run has used so far, by field.
+        """
+        return {}
 
-def _count_pairs(batch: Batch, axes: tuple[str, ...]) -> jax.Array:
-    from jaxpar.objectives import pairs
+    @property
+    def in_files(self) -> bool:
+        """Whether files are in place of these weights."""
+        return False
 
-    return psum(pairs.count_pairs(batch), axes).astype(jnp.float32)
+    def prepare(
+        self, cfg: "Config", mesh: Any, loader: Any, max_segments: int, weights_from: Any
+    ) -> Any:
+        """Return what a run needs in addition, a `Supplement`; None: nothing.
 
+        Args:     as `Run` has them.
+        """
+        return None
 
-def _report_pairs(mean: jax.Array) -> dict[str, jax.Array]:
-    from jaxpar.objectives.pairs import MEASURES
-
-    return dict(zip(MEASURES, mean, strict=True))
-
-
-def of_loss(loss: Loss) -> Objective:
-    """Return the objective that is the mean of a loss of tokens."""
-    from jaxpar.objectives import own_loss
-
-    meaning = f"a metric of train.loss, {type(loss).__name__}, averaged like the loss"
-    names = own_loss.metric_names(loss)
-    if there := sorted(METRICS.keys() & names):
-        rule, fix = "returns a metric of this name, which is another's", f'use "{there[0]}_2"'
-        raise ConfigError(f"train.loss: {type(loss).__name__}.metrics", there[0], rule, fix)
-    metrics = {name: Metric("training", "", meaning) for name in names}
-    head = functools.partial(own_loss.head, loss)
-    count = functools.partial(own_loss.count, loss)
-    report = functools.partial(own_loss.report, loss)
-    return Objective(head, count, report, metrics, 2 * len(names))
-
-
-NEXT_TOKEN = Objective(_next_token)
-MULTI_TOKEN = Objective(
-    _with_modules,
-    report=lambda mean: (
-        {"loss": mean[0], "mtp_loss": jnp.mean(mean[1:])} if mean.ndim else {"loss": mean}
-    ),
-    metrics={
-        "mtp_loss": Metric(
-            "training", "nats per token", "of multi-token prediction, mean over modules"
-        )
-    },
-)
-PREFERENCES = Objective(
-    _of_pairs,
-    count=_count_pairs,
-    report=_report_pairs,
-    metrics={
-        "reward_accuracy": Metric(
-            "preferences", "share", "pairs whose chosen response has the higher reward"
-        ),
-        "reward_margin": Metric(
-            "preferences", "nats", "reward of the chosen minus of the rejected"
-        ),
-        "chosen_reward": Metric(
-            "preferences", "nats", "beta log(policy / reference), mean over pairs"
-        ),
-        "rejected_reward": Metric("preferences", "nats", "the same of the rejected responses"),
-    },
-)
-DISTILLATION = Objective(
-    _from_teacher,
-    report=lambda mean: (
-        dict(zip(("loss", "distill_loss"), mean, strict=True)) if mean.ndim else {"loss": mean}
-    ),
-    metrics={
-        "distill_loss": Metric("training", "nats per token", "divergence from the teacher"),
-    },
-)
+    @classmethod
+    def data_commands(cls) -> dict[str, tuple[type, Callable[[Any], None]]]:
+        """Return subcommands of `python -m jaxpar.data`: name -> (options, main)."""
+        return {}
 
 
-def declare_metrics() -> None:
-    """Declare the metrics of objectives, which come after those of features."""
-    for objective in (PREFERENCES, DISTILLATION, MULTI_TOKEN):
-        declare(objective.metrics)
-
-
-declare_metrics()
-
-
-def objective_of(cfg: Config) -> Objective:
+def objective_of(cfg: "Config") -> Objective:
     """Return what a config minimizes."""
+    from jaxpar.config.schema.features import objective_in
+    from jaxpar.config.values import unknown_code
+    from jaxpar.objectives.losses import Loss
+    from jaxpar.objectives.tokens import CrossEntropy, MultiToken, OwnLoss
+
+    if isinstance(found := objective_in(cfg), Objective):
+        return found
     if isinstance(cfg.train.loss, Loss):
-        return of_loss(cfg.train.loss)
+        return OwnLoss(loss=cfg.train.loss)
     if cfg.train.loss is not None:
         raise unknown_code("train.loss", cfg.train.loss)
-    if cfg.dpo:
-        return PREFERENCES
-    if cfg.distill:
-        return DISTILLATION
-    return MULTI_TOKEN if cfg.model.mtp_depth else NEXT_TOKEN
+    return MultiToken() if cfg.model.mtp_depth else CrossEntropy()
 
 
-def head_of(objective: Objective, h: Head) -> Callable[[Tree, jax.Array, Batch], Sums]:
+def head_of(objective: Objective, h: "Head") -> "Callable[[Tree, jax.Array, Batch], Sums]":
     """Return an objective's head as `StagedModel` has it."""
-    return functools.partial(_called, objective, h)
+    from jaxpar.objectives.tokens import CrossEntropy
 
-
-def _called(objective: Objective, h: Head, top: Tree, x: jax.Array, mb: Batch) -> Sums:
-    return objective.head(top, x, mb, h)
+    used = objective if h.trains or objective.evaluates else CrossEntropy()
+    return functools.partial(used.head, h=h)

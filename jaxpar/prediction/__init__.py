@@ -16,5 +16,4 @@ MAY_IMPORT = (
     "model",
     "optimizer",
     "step",
-    "stores",
 )

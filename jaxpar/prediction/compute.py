@@ -11,6 +11,7 @@ from jaxpar.config.features import reads_scores
 from jaxpar.config.layout.moment_blocks import uses_blocks
 from jaxpar.config.layout.placement import spreads_experts
 from jaxpar.config.remat_policies import saved_names, without_mark
+from jaxpar.config.schema.features import objective_in
 from jaxpar.config.schema.items import Remat
 from jaxpar.model.largest_scores import by_kernel
 from jaxpar.model.loss import num_chunks
@@ -328,7 +329,8 @@ def head_seconds(cfg: Config, shard: Shard, gpu: Gpu) -> Seconds:
     reads += 3 if cfg.model.logits_softcap is not None else 0  # and the capped logits written
     moved = (reads * logit + shard.width) * n * shard.vocab
     flops = (4 + 2 * shard.trainable) * n * D * shard.vocab
-    if cfg.dpo or cfg.distill:  # the backward computes the logits again
+    of = objective_in(cfg)
+    if of is not None and of.recomputed:  # the backward computes the logits again
         flops, moved = flops + 2 * n * D * shard.vocab, moved + 2 * logit * n * shard.vocab
     once = Seconds(matmul=flops / rate, elementwise=moved / elementwise_rate(gpu))
     return once.times(1 + cfg.model.mtp_depth)

@@ -12,6 +12,7 @@ before the loss, and delays gradients.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jaxpar.config import Config
 from jaxpar.config.features import reads_scores
 from jaxpar.config.layout.layer_split import layers_before_stages
 from jaxpar.config.remat_policies import LAYER_INPUT, REMAT_NAMES, names_on_host, saved_names
+from jaxpar.config.schema.features import objective_in
 from jaxpar.config.schema.items import Remat
 from jaxpar.model.largest_scores import QUERIES, by_kernel
 from jaxpar.model.loss import num_chunks
@@ -44,7 +46,7 @@ from jaxpar.prediction.shard import Shard, at_end, before_update, shard_of
 class MemoryForecast:
     """Bytes on one GPU at the peak.
 
-    weights      float32 master weights, and those of a teacher in memory.
+    weights      float32 master weights, and those of a frozen model.
     optimizer    moments.
     activations  values saved for the backward, and one layer's recomputed values.
     logits       a chunk of logits, and the gradient of the head.
@@ -52,7 +54,7 @@ class MemoryForecast:
     gradients    gradients of parameters.
     buffers      copies of the residual stream, gathered keys and values, the batch.
     moment       when the peak occurs: "loss", "start" or "end" of the backward, "update", or in the
-                 forward pass of a "teacher".
+                 forward pass of a "frozen model".
     """
 
     weights: float
@@ -99,21 +101,21 @@ def memory_of(
         from jaxpar.prediction import matrices
 
         moments += [(_at_update, late)] * bool(matrices.exchanged_of(cfg))
-    frozen, in_teacher = 0.0, list[MemoryForecast]()
-    if cfg.distill:
-        from jaxpar.prediction import teacher
+    frozen, in_forward = 0.0, list[MemoryForecast]()
+    if objective_in(cfg) is not None:
+        from jaxpar.prediction import frozen_model
 
-        if (taught := teacher.teacher_of(cfg)) is not None:
-            frozen, own = teacher.weights_of(taught), saved_per_token(taught)
+        if (other := frozen_model.frozen_model_of(cfg)) is not None:
+            frozen, own = frozen_model.weights_of(other), saved_per_token(other)
             of_both = before[0] + frozen, before[1]
-            in_teacher = [teacher.forward_pass(taught, *of_both, own, _buffers(cfg, shard))]
+            in_forward = [frozen_model.forward_pass(other, *of_both, own, _buffers(cfg, shard))]
     at = [
         moment(cfg, shard, weights + frozen, optimizer) for moment, (weights, optimizer) in moments
     ]
     if softmax_by_xla:
         logits = at[0].logits + _logits_beside_exponentials(cfg, shard)
         at[0] = dataclasses.replace(at[0], logits=logits)
-    peak = max(at + in_teacher, key=lambda memory: memory.total)
+    peak = max(at + in_forward, key=lambda memory: memory.total)
     if not on_reference:
         return peak
     extra = _scores(cfg, shard)
@@ -416,14 +418,13 @@ def _loss_bytes(cfg: Config, shard: Shard) -> float:
     """The head's gradient, in float32 for several chunks, and a chunk's logits and their gradient.
 
     The latter has the compute dtype, and replaces logits in place. Each MTP module has the former.
-    Losses that compute logits again in the backward have them in float32 beside their gradient (and
-    distillation two distributions), and keep the head's input.
+    Objectives that compute logits again in the backward have them in float32 beside their gradient,
+    and keep the head's input.
     """
     n = num_chunks(shard.tokens, shard.vocab, cfg.parallel.loss_chunks)
-    if cfg.dpo or cfg.distill:
+    if recomputed := _recomputed_logits(cfg):
         kept = shard.width * shard.tokens * cfg.model.d_model
-        wide = 12 if cfg.distill else 8
-        chunk = (wide + shard.width) * shard.tokens / n * shard.vocab
+        chunk = (recomputed + shard.width) * shard.tokens / n * shard.vocab
         return 4 * shard.table * shard.trainable + chunk + kept
     logits = 4 if cfg.compute.logits_dtype == "float32" else 0
     of_head = 4 if n > 1 or cfg.compute.dtype == "float16" else shard.width
@@ -431,9 +432,14 @@ def _loss_bytes(cfg: Config, shard: Shard) -> float:
     return (1 + cfg.model.mtp_depth) * of_head * shard.table * shard.trainable + chunk
 
 
+def _recomputed_logits(cfg: Config) -> int:
+    of = objective_in(cfg)
+    return 0 if of is None else of.recomputed
+
+
 def _logits_beside_exponentials(cfg: Config, shard: Shard) -> float:
     """A chunk of logits in the compute dtype, which the softmax's kernel would overwrite."""
-    if cfg.compute.logits_dtype == "float32" or cfg.dpo or cfg.distill:
+    if cfg.compute.logits_dtype == "float32" or _recomputed_logits(cfg):
         return 0.0  # `_loss_bytes` has them
     n = num_chunks(shard.tokens, shard.vocab, cfg.parallel.loss_chunks)
     return shard.width * shard.tokens / n * shard.vocab
@@ -454,7 +460,9 @@ def _in_a_layer(cfg: Config, shard: Shard) -> float:
 def _buffers(cfg: Config, shard: Shard) -> float:
     m, p = cfg.model, cfg.parallel
     stream = shard.tokens * shard.width * m.d_model / p.tensor
-    of_token = 16 + 8 * (cfg.distill.top_k if cfg.distill else 0)
+    of, of_token = objective_in(cfg), 16
+    for dims, dtype in ({} if of is None else of.batch_extra(cfg)).values():
+        of_token += math.prod(dims) * jnp.dtype(dtype).itemsize
     batch = of_token * cfg.train.global_batch_size * cfg.data.seq_len
     batch //= p.replica * p.data * p.expert * p.sequence
     keys = 0.0

@@ -8,9 +8,9 @@ from jaxpar.model.flops import train_flops_per_token
 from jaxpar.prediction import compute, experts, rates
 from jaxpar.prediction.communication import Cluster, Traffic, traffic_of
 from jaxpar.prediction.compute import Seconds
+from jaxpar.prediction.frozen_model import frozen_model_of
 from jaxpar.prediction.memory import on_host_per_token
 from jaxpar.prediction.shard import Shard, shard_of
-from jaxpar.prediction.teacher import teacher_of
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class StepTime:
                  to host memory and back.
     contention   slowdown of matmuls by concurrent communication.
     gaps         time between kernels.
-    teacher      the forward pass of a teacher in memory, before the step.
+    frozen       the forward pass of a frozen model, before the step.
     traffic      bytes sent, by axis.
     """
 
@@ -41,13 +41,13 @@ class StepTime:
     model_flops: float
     model_flops_full: float
     peak: float
-    teacher: float = 0.0
+    frozen: float = 0.0
 
     @property
     def total(self) -> float:
         """Seconds of the step."""
         kernels = self.matmul + self.attention + self.elementwise + self.optimizer + self.bubble
-        beside = self.contention + self.gaps + self.teacher
+        beside = self.contention + self.gaps + self.frozen
         return kernels + sum(self.exposed.values()) + beside
 
     @property
@@ -90,7 +90,7 @@ def step_time(cfg: Config, cluster: Cluster, imbalance: float = rates.EXPERT_IMB
         seconds = shard.tokens * copied / gpu.host_link.value
         exposed["host"] = _beyond(seconds, layer) * shard.layers_in_turn * p.num_microbatches
     nccl = sum(max(t.nccl - exposed[t.axis], 0.0) for t in traffic)
-    taught = teacher_of(cfg)
+    other = frozen_model_of(cfg)
     tokens = cfg.train.global_batch_size * cfg.data.seq_len / cluster.num_gpus
     flops = lambda causal: _model_flops(cfg.model, cfg.lora, cfg.data.seq_len, causal)  # noqa: E731
     return StepTime(
@@ -107,7 +107,7 @@ def step_time(cfg: Config, cluster: Cluster, imbalance: float = rates.EXPERT_IMB
         model_flops=flops(True),
         model_flops_full=flops(False),
         peak=gpu.peak.value,
-        teacher=step_time(taught, cluster, imbalance).forward if taught else 0.0,
+        frozen=step_time(other, cluster, imbalance).forward if other else 0.0,
     )
 
 

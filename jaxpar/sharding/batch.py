@@ -3,9 +3,16 @@
 from typing import Any
 
 import flax.struct
+import numpy as np
+
+from jaxpar.config import Config
+from jaxpar.config.schema.features import objective_in
 
 #: The label of positions that are excluded from the loss.
 IGNORED = -1
+
+#: In `Batch.extra`: float32 [B, T], the log probability of each label under a reference model.
+REFERENCE = "reference"
 
 
 @flax.struct.dataclass
@@ -18,31 +25,20 @@ class Batch:
     positions    position in the document (for RoPE and the causal mask); without document masking,
                  in the sequence.
 
-    One more is only there for pairs of responses (`objectives/pairs.py`):
-
-    reference    float32 [B, T]: log probability of each label under the reference model.
-
-    Two more are only there for distillation (`objectives/distillation.py`):
-
-    teacher_ids     int32 [B, T, k]: the teacher's likeliest next tokens.
-    teacher_scores  float32 [B, T, k]: their log probabilities.
-
     Two more are only there for the routing of experts (`model/moe/recorded.py`):
 
     experts      unsigned [B, T, layers with experts, k]: a recorded routing to repeat.
     rows         int32 [B], inside the step: the index of each row among those of the device.
 
-    extra        what a loss reads in addition (`Loss.reads`), by name, int32 [B, T]: "source" is
-                 the index of each token's source in a mixture.
+    extra        what a loss or an objective reads in addition (`Loss.reads`,
+                 `Objective.batch_extra`), by name, [B, T, ...]: "source", int32, is the index of
+                 each token's source in a mixture.
     """
 
     tokens: Any
     labels: Any
     segment_ids: Any
     positions: Any
-    reference: Any = None
-    teacher_ids: Any = None
-    teacher_scores: Any = None
     experts: Any = None
     rows: Any = None
     extra: dict = flax.struct.field(default_factory=dict)
@@ -51,3 +47,14 @@ class Batch:
     def source(self) -> Any:
         """`extra["source"]`, for a loss that reads it."""
         return self.extra["source"]
+
+
+def with_abstract_extra(batch: Batch, cfg: Config) -> Batch:
+    """Add what the objective reads of `extra` to a batch without values.
+
+    Args:     batch: of `jax.ShapeDtypeStruct`s.
+    """
+    of, tokens, extra = objective_in(cfg), batch.tokens, dict(batch.extra)
+    for name, (dims, dtype) in ({} if of is None else of.batch_extra(cfg)).items():
+        extra[name] = tokens.update(shape=(*tokens.shape, *dims), dtype=np.dtype(dtype))
+    return batch.replace(extra=extra)  # type: ignore[attr-defined]

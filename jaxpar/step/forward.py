@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxpar.config import Config
 from jaxpar.execution.decisions import Execution, execution_of
 from jaxpar.model import fused_weights
-from jaxpar.objectives import distillation, token_scores
+from jaxpar.objectives import token_scores
 from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.pipeline.runner import forward_only
 from jaxpar.parallel.staged_model import Sums
@@ -40,40 +40,29 @@ def make_score_step(
     def head(top: Any, x: jax.Array, mb: Batch) -> jax.Array:
         return token_scores.log_probs(top, x, mb.labels, cfg)
 
-    scores = _forward_step(cfg, mesh, max_segments, ex, head)
+    scores = make_token_step(cfg, mesh, head, max_segments, ex)
     return jax.jit(scores, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
-def make_teacher_step(
+def make_token_step(
     cfg: Config,
     mesh: Mesh,
-    top_k: int,
-    temperature: float,
+    head: TokenHead,
     max_segments: int | None = None,
     ex: Execution | None = None,
-) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
-    """Return the jitted program (params of the teacher, batch) -> its likeliest next tokens.
-
-    Args:     cfg: of the teacher, on the student's mesh. top_k, temperature: as in `DistillConfig`.
-    Returns:  (int32 [B, T, top_k], their float32 log probabilities at the temperature), sharded by
-              BATCH_SPEC.
-    """
-
-    def head(top: Any, x: jax.Array, mb: Batch) -> tuple[jax.Array, jax.Array]:
-        return distillation.likeliest(top, x, cfg, top_k, temperature)
-
-    return jax.jit(_forward_step(cfg, mesh, max_segments, ex, head))
-
-
-def _forward_step(
-    cfg: Config, mesh: Mesh, max_segments: int | None, ex: Execution | None, head: TokenHead
 ) -> Callable[[Any, Batch], Any]:
-    return jax.shard_map(
+    """Return the jitted program (params, batch) -> what a head gives for each token, sharded by
+    BATCH_SPEC.
+
+    Args:     as `make_train_step`.
+    """
+    step = jax.shard_map(
         functools.partial(_of_batch, ex or execution_of(cfg), max_segments, head),
         mesh=mesh,
         in_specs=(state_specs(cfg).params, BATCH_SPEC),
         out_specs=BATCH_SPEC,
     )
+    return jax.jit(step)
 
 
 def _of_batch(

@@ -9,9 +9,10 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxpar.execution.decisions import Execution
 from jaxpar.model.parameters import specs_of
 from jaxpar.sharding.params import split
-from jaxpar.step.feature import Feature, TrainStep
+from jaxpar.step.feature import Feature
 from jaxpar.step.features.post_updates import applied
 from jaxpar.step.metrics import Step
+from jaxpar.step.progress import TrainStep
 from jaxpar.step.state import TrainState, state_specs
 
 

@@ -25,8 +25,9 @@ from jaxpar.sharding.axes import AXES, FSDP_AXES
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.params import join, split
 from jaxpar.step.diloco.trainers import trainer_axes
-from jaxpar.step.feature import Feature, TrainStep
+from jaxpar.step.feature import Feature
 from jaxpar.step.layer_order import slots_in_use
+from jaxpar.step.progress import TrainStep
 
 type Tree = Any
 

@@ -25,7 +25,8 @@ from jaxpar.model.attention_context import (
 from jaxpar.model.loss import LossWeights
 from jaxpar.model.probes import HEAD, Feed, LayerProbe, observe_head
 from jaxpar.model.weights import with_float32_gradients
-from jaxpar.objectives.objective import Head, head_of, objective_of
+from jaxpar.objectives.head import Head
+from jaxpar.objectives.objective import head_of, objective_of
 from jaxpar.parallel.accumulation import accumulate
 from jaxpar.parallel.pipeline.runner import one_f_one_b
 from jaxpar.parallel.staged_model import StagedModel, Sums

@@ -18,7 +18,8 @@ from jaxpar.config.values import OF_STEPS, require_code
 from jaxpar.execution.decisions import Execution, execution_of
 from jaxpar.model import fused_weights, parameters
 from jaxpar.model.probes import Feed
-from jaxpar.objectives.objective import count_labels, objective_of
+from jaxpar.objectives.head import count_labels
+from jaxpar.objectives.objective import Objective, objective_of
 from jaxpar.optimizer import moments
 from jaxpar.parallel.collectives import psum, varying
 from jaxpar.parallel.gradients import clip, global_norm
@@ -28,11 +29,12 @@ from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.params import join, partition_specs, split
 from jaxpar.step import links
 from jaxpar.step.diloco.trainers import trainer_axes
-from jaxpar.step.feature import Feature, TrainStep
+from jaxpar.step.feature import Feature
 from jaxpar.step.features import declare_own_metrics, features_of
 from jaxpar.step.fixed_input import with_rates
 from jaxpar.step.links import Weights
 from jaxpar.step.metrics import Metrics
+from jaxpar.step.progress import TrainStep
 from jaxpar.step.staged import schedule_of, split_microbatches, staged_model, without_backward
 from jaxpar.step.state import TrainState, state_shardings, state_specs
 
@@ -196,7 +198,7 @@ def counted(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return what the sums of a batch are divided by, and the loss, if that took a forward."""
     axes, objective = trainer_axes(s.cfg, TOKEN_AXES), objective_of(s.cfg)
-    if objective.count is count_labels:
+    if type(objective).count is Objective.count:
         return num_tokens, None
     if (count := objective.count(s.batch, axes)) is not None:
         return count, None

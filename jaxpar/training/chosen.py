@@ -24,16 +24,15 @@ from jaxpar.checkpoint.saved import (
     saved_steps,
     starting_step,
 )
-from jaxpar.config import Config, ConfigError, DistillConfig, flag, value_of
+from jaxpar.config import Config, ConfigError, flag, value_of
 from jaxpar.config.json_reader import UnreadableJson, read_json_object
-from jaxpar.config.layout.teacher import FIELD as TEACHER
+from jaxpar.config.schema.features import objective_in
 from jaxpar.runtime.processes import peers
 
 if TYPE_CHECKING:
-    from jaxpar.data.teacher_cache import About
     from jaxpar.memory_checkpoint.restoring import FoundCopy
 
-#: The field of the initial weights, which are also the reference of preference tuning.
+#: The field of the initial weights.
 INITIAL = "run.init_from"
 
 
@@ -44,7 +43,7 @@ class Chosen:
     run: str
     """The run or the published model, as named; a model of the Hub with its commit."""
     step: int | None = None
-    """The checkpoint; None for a published model, and for a teacher that a cache stands for."""
+    """The checkpoint; None for a published model, and for a run whose results a cache has."""
     weights: str = ""
     """Hash of model and weights (`digest`); empty if unknown."""
 
@@ -66,13 +65,12 @@ def choose(cfg: Config, saved: Saved | None) -> dict[str, Chosen]:
     Raises:   ConfigError when a run does not have the weights any more, or never had any.
     """
     recorded, chosen = of_saved(saved), {}
-    if INITIAL in recorded:  # which are needed again for preferences alone
+    if INITIAL in recorded:  # an objective may need them again
         chosen[INITIAL] = recorded[INITIAL]
     elif saved is None and cfg.run.init_from:
-        chosen[INITIAL] = _newest(INITIAL, cfg.run.init_from)
-    if cfg.distill:
-        chosen[TEACHER] = _teacher(cfg, cfg.distill, recorded.get(TEACHER))
-    return chosen
+        chosen[INITIAL] = newest(INITIAL, cfg.run.init_from)
+    of = objective_in(cfg)
+    return chosen | ({} if of is None else of.weights(cfg, recorded))
 
 
 def choose_together(
@@ -94,20 +92,6 @@ def choose_together(
     return of_first_process(work, seconds)
 
 
-def choose_to_keep(cfg: Config, kept: "About | None") -> dict[str, Chosen]:
-    """Choose the teacher of a cache: the one that it has begun with, or the newest.
-
-    Args:     cfg: without `distill.cache`. kept: of the cache, None for a new one.
-    """
-    chosen = choose(cfg, None)
-    if kept is not None and TEACHER in chosen:
-        named = chosen[TEACHER].run
-        step = _step_with(_run(TEACHER, named, None), kept.teacher)
-        if step is not None:
-            chosen[TEACHER] = Chosen(named, step, kept.teacher)
-    return chosen
-
-
 def of_first_process(work: Callable[[], Choice], seconds: float) -> dict[str, Chosen]:
     """Return in every process what `work` returns in process 0. All call this together."""
     text = peers.of_first("weights of other runs", lambda: json.dumps(to_json(work())), seconds)
@@ -124,9 +108,12 @@ def recorded_in(cfg: Config, folder: Path, step: int | None) -> dict[str, Chosen
     if not recorded:
         with contextlib.suppress(OSError, UnreadableJson):
             recorded = from_json(read_json_object(folder / "manifest.json").get("weights_from", {}))
-    kept = {TEACHER} if cfg.distill and cfg.distill.cache else set()
+    of = objective_in(cfg)
+    in_files = of is not None and of.in_files
     return {
-        field: one if one.step is None or field in kept else found_again(field, cfg, one)
+        field: one
+        if one.step is None or (in_files and field != INITIAL)
+        else found_again(field, cfg, one)
         for field, one in recorded.items()
     }
 
@@ -180,9 +167,9 @@ def found_again(field: str, cfg: Config, recorded: Chosen) -> Chosen:
     Raises:   ConfigError when they are not there any more.
     """
     named = value_of(cfg, field) or recorded.run
-    folder = _run(field, named, recorded.step)
+    folder = run_of(field, named, recorded.step)
     steps = [] if folder is None else saved_steps(folder)
-    step = _step_with(folder, recorded.weights, recorded.step)
+    step = step_with(folder, recorded.weights, recorded.step)
     if step is not None:
         return Chosen(named, step, recorded.weights)
     rule = f"does not have the weights that this run has used since its start, {recorded}: "
@@ -225,44 +212,17 @@ def hash_of(parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def _teacher(cfg: Config, distill: DistillConfig, recorded: Chosen | None) -> Chosen:
-    """Choose the teacher of a distillation, live or in a cache."""
-    named = distill.teacher
-    if not distill.cache:
-        return _newest(TEACHER, named) if recorded is None else found_again(TEACHER, cfg, recorded)
-    from jaxpar.data.teacher_cache import FIELD as CACHE
-    from jaxpar.data.teacher_cache import read_about
-
-    about = read_about(Path(distill.cache))
-    if about is None:
-        return Chosen(named)  # `TeacherCache` refuses it
-    if recorded is not None and recorded.weights != about.teacher:
-        rule = f"is of {about.teacher_name}, and the run has learned from other weights so far, "
-        rule += str(recorded)
-        fix = f"use {flag(CACHE, '')} and that teacher, or a cache of what it says"
-        raise ConfigError(CACHE, distill.cache, rule, fix)
-    folder = _run(TEACHER, named, None)
-    steps = saved_steps(folder) if folder is not None else []
-    if recorded is not None or not steps:  # the cache is enough
-        return Chosen(named, None if recorded is None else recorded.step, about.teacher)
-    step = _step_with(folder, about.teacher)
-    if step is not None:
-        return Chosen(named, step, about.teacher)
-    rule = f"has other weights than {about.teacher_name}, which {distill.cache} is of"
-    fix = "use that teacher, or keep what this one says in another folder"
-    raise ConfigError(TEACHER, named, rule, fix)
-
-
-def _newest(field: str, named: str) -> Chosen:
+def newest(field: str, named: str, published: bool = True) -> Chosen:
     """Choose the newest intact checkpoint of a run, or a published model at its commit.
 
-    Raises:   ConfigError for a teacher that is no run.
+    Args:     published: whether it may be no run.
+    Raises:   ConfigError for one that may not.
     """
-    folder = _run(field, named, None)
+    folder = run_of(field, named, None)
     if folder is not None and folder.is_dir() and saved_steps(folder):
         step = read_whole(folder, None, lambda step: step)
         return Chosen(named, step, digest(folder, step))
-    if field == TEACHER:
+    if not published:
         rule, fix = "is not a run with a checkpoint", "use the folder of a run"
         raise ConfigError(field, named, rule, fix)
     from jaxpar.runtime import hub
@@ -274,7 +234,7 @@ def _newest(field: str, named: str) -> Chosen:
     return Chosen(named)
 
 
-def _run(field: str, named: str, step: int | None) -> Path | None:
+def run_of(field: str, named: str, step: int | None) -> Path | None:
     """As `run_at` with a step, or with the newest if a store does not have that step any more."""
     from jaxpar.stores.reading import run_at
 
@@ -286,7 +246,7 @@ def _run(field: str, named: str, step: int | None) -> Path | None:
         return run_at(field, named)
 
 
-def _step_with(folder: Path | None, weights: str, first: int | None = None) -> int | None:
+def step_with(folder: Path | None, weights: str, first: int | None = None) -> int | None:
     """Return the newest intact checkpoint that has these weights, or `first` if it has them.
 
     Returns:  None if there is none.

@@ -14,6 +14,7 @@ from jaxpar.checkpoint.saved import Saved
 from jaxpar.config import Config, ConfigError, EvaluationSet, replace
 from jaxpar.config.lists.datasets import HELD_OUT, TEST, held_out_sets
 from jaxpar.config.lists.step_sizes import without_schedules
+from jaxpar.config.schema.features import objective_in, objectives
 from jaxpar.config.schema.optimizer import AVERAGED
 from jaxpar.data.formats.meta import TRAIN
 from jaxpar.data.loader import Loader, open_loader
@@ -71,7 +72,8 @@ def open_set(cfg: Config, mesh: Mesh, named: EvaluationSet, order: TokenOrder) -
     """
     field, given = "evaluation.sets", cfg.evaluation.sets
     assert named.split is not None  # `held_out_sets` fills it in
-    alone = without_schedules(replace(cfg, **{"data.held_out": named.path, "distill": None}))
+    only_in_training = {name: None for name, cls in objectives().items() if not cls.evaluates}
+    alone = without_schedules(replace(cfg, **{"data.held_out": named.path}, **only_in_training))
     if named.split == TRAIN:
         check_tokenizers(cfg, field, given, [named.path])
         only = {"data.path": named.path, "data.mixture": (), "data.mixture_schedule": ()}
@@ -175,7 +177,8 @@ class Evaluation:
             found = means(self.step, params, batches)
         assert found is not None  # `held_out.check_labels`
         named = {name: float(v) for name, v in objective_of(self.cfg).report(found).items()}
-        if len(named) == 1 and self.cfg.train.loss is None:
+        of = objective_in(self.cfg)
+        if self.cfg.train.loss is None and (of is None or not of.evaluates):
             return Score.of(named["loss"], loader.bytes_per_token(numbers))
         return Score(named.pop("loss"), None, named)
 

@@ -1,7 +1,7 @@
 """The initial weights of a run: drawn at random, from another run, or from a published model.
 
-A run may need them again after it has resumed: they are the reference of preferences, and the state
-that a run without a checkpoint returns to.
+A run may need them again after it has resumed: they are the reference of an objective, and the
+state that a run without a checkpoint returns to.
 """
 
 import dataclasses

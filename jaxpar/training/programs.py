@@ -111,7 +111,7 @@ class StepPrograms:
         """
         cfg = self._run.config_of(*batch.tokens.shape)
         self._latest = batch.tokens.shape, _exchanged(done, cfg), _measures_layers(cfg, done)
-        state, metrics = self._programs[self._latest](state, self._run.taught(batch))
+        state, metrics = self._programs[self._latest](state, self._run.supplemented(batch))
         if self.outer_steps is not None:
             state = self.outer_steps(done + 1, state)
         return state, metrics
@@ -199,7 +199,7 @@ def compiled(
         fragment=fragment,
     )
     with stage("compiling the train step") as now:
-        lowered = step.lower(state, run.taught(batch))
+        lowered = step.lower(state, run.supplemented(batch))
         require_recorded(cfg, lowered.out_info[1])
         peers.check_same(f"program{which}", lambda: identity(lowered), run.cfg.cluster.slow_seconds)
         now.at("XLA")

@@ -28,12 +28,13 @@ from jaxpar.kernels.attention.capability import xla_is_deterministic
 from jaxpar.monitoring.goodput import StartUp
 from jaxpar.monitoring.recent_steps import last_recorded
 from jaxpar.monitoring.sinks import require_packages
+from jaxpar.objectives.objective import objective_of
 from jaxpar.parallel.context import order_of
 from jaxpar.prediction.startup import check_fits
 from jaxpar.runtime.processes import peers
 from jaxpar.runtime.processes.peers import log
 from jaxpar.runtime.stages import stage
-from jaxpar.sharding.batch import Batch
+from jaxpar.sharding.batch import Batch, with_abstract_extra
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import TrainState
 from jaxpar.training import chosen as weights
@@ -46,10 +47,10 @@ from jaxpar.training.selftests.attention import choose_kernels, test_kernels
 if TYPE_CHECKING:
     from jaxpar.memory_checkpoint.plan import CopyPlan
     from jaxpar.memory_checkpoint.restoring import FoundCopy
-    from jaxpar.training.frozen import Teacher
+    from jaxpar.training.supplement import Supplement
 
-# What only some runs need, such as copies in memory, a teacher or the tests of kernels of experts,
-# is imported where it is used.
+# What only some runs need, such as copies in memory or the tests of kernels of experts, is imported
+# where it is used.
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -78,8 +79,8 @@ class Run:
     weights_from: Mapping[str, weights.Chosen]
     """The weights of other runs, which every checkpoint records."""
     initial: InitialWeights
-    teacher: "Teacher | None"
-    """The teacher of a distillation; None if its files are in place of it."""
+    supplement: "Supplement | None"
+    """What the objective needs in addition."""
     kernels: tuple[Choice, ...]
     of_sizes: tuple[tuple[int, Config, tuple[Choice, ...]], ...]
     """A step to come, its config and kernels, for each size of a microbatch."""
@@ -144,7 +145,7 @@ class Run:
             check_steps(cfg, saved.step)
         weights_from = dict(weights.choose(cfg, saved) if chosen is None else chosen)
         initial = InitialWeights(cfg, weights_from, saved)
-        teacher = teacher_of(cfg, mesh, loader, most, weights_from.get(weights.TEACHER))
+        supplement = objective_of(cfg).prepare(cfg, mesh, loader, most, weights_from)
         kernels = choose_kernels(cfg, most)
         of_sizes = tuple(kernels_of_sizes(cfg, loader, first or 0, most))
         if cfg.model.recurrent:
@@ -169,7 +170,7 @@ class Run:
             changed=changed,
             weights_from=weights_from,
             initial=initial,
-            teacher=teacher,
+            supplement=supplement,
             kernels=kernels,
             of_sizes=of_sizes,
             startup=startup,
@@ -195,7 +196,9 @@ class Run:
         """The metadata of the copy in memory that the run resumes from; None for a checkpoint."""
         return self.copies[0].saved if self.copies else None
 
-    def _splits(self) -> list[Loader]:
+    @property
+    def splits(self) -> list[Loader]:
+        """The loaders of all data."""
         return [self.loader, *self.held_out.loaders.values()]
 
     @property
@@ -209,7 +212,7 @@ class Run:
     @property
     def content(self) -> str:
         """Fingerprints of the datasets, which do not depend on where they are stored."""
-        sums = [[s.dataset.fingerprint for s in split.sources] for split in self._splits()]
+        sums = [[s.dataset.fingerprint for s in split.sources] for split in self.splits]
         return json.dumps(sums)
 
     def test_attention(self) -> None:
@@ -234,14 +237,9 @@ class Run:
             jax.block_until_ready(start.state)
         log(f"{what} in {time.perf_counter() - began:.1f} s")
         self.startup.ended("weights" if resumed is None else "checkpoint")
-        if self.teacher is not None:
-            with stage("reading the teacher"):
-                self.teacher.load()
-            log(f"teacher    {self.teacher}")
-            self.startup.ended("teacher")
-        if self.cfg.dpo:
-            self.prepare_reference(start.state if resumed is None else None)
-            self.startup.ended("reference")
+        if self.supplement is not None:
+            self.supplement.load(self, start.state if resumed is None else None)
+            self.startup.ended(self.supplement.name)
         return start
 
     def _test_kernels(self) -> None:
@@ -272,31 +270,11 @@ class Run:
         """Have the data go on from where a state was saved; None: from the start."""
         self.loader.go_on(None if saved is None else saved.position, str(saved))
 
-    def taught(self, batch: Batch) -> Batch:
-        """Return a batch with what the step needs of the teacher, if there is one."""
-        return batch if self.teacher is None else self.teacher.attach(batch)
-
-    def prepare_reference(self, initial: TrainState | None) -> None:
-        """Give the loaders of pairs the log probabilities under the initial weights.
-
-        Args:     initial: the initial state; None makes it, if it is needed.
-        """
-        from jaxpar.data.pairs import PairLoader
-        from jaxpar.training.frozen import prepare_reference
-
-        def params() -> Any:
-            origin = self.initial.again()
-            made = initial_weights.state(self.cfg, self.mesh, origin, log).params
-            self.initial.check_published(made)
-            return made
-
-        if initial is not None:
-            self.initial.check_published(initial.params)
-        loaders = [split for split in self._splits() if isinstance(split, PairLoader)]
-        given = params if initial is None else lambda: initial.params
-        of_run = self.dir, self.execution, self.mesh, self.max_segments
-        with stage("computing the log probabilities of the reference"):
-            prepare_reference(loaders, *of_run, self.initial.identity, given, log)
+    def supplemented(self, batch: Batch) -> Batch:
+        """Return a batch, which may be abstract, with all that the step reads of it."""
+        if isinstance(batch.tokens, jax.ShapeDtypeStruct):
+            return with_abstract_extra(batch, self.cfg)
+        return batch if self.supplement is None else self.supplement.attach(batch)
 
     def _initial_or_saved(self) -> tuple["Start", str]:
         """Return the initial or restored state, and what was done, in words."""
@@ -355,28 +333,6 @@ def check_memory(cfg: Config) -> None:
         if warning := check_fits(config_of(cfg, size), peers.processes_here()):
             log(f"WARNING    {warning}")
             return
-
-
-def teacher_of(
-    cfg: Config, mesh: Mesh, loader: Loader, max_segments: int, chosen: weights.Chosen | None
-) -> "Teacher | None":
-    """Return the teacher of a distillation; None if its files are in place of it."""
-    if cfg.distill and cfg.distill.cache:
-        from jaxpar.data.teacher_cache import FIELD, TeacherCacheLoader
-
-        assert isinstance(loader, TeacherCacheLoader)
-        about = loader.taught.about
-        assert chosen is not None
-        if about.teacher != chosen.weights:
-            rule = f"is of other weights in {weights.process()} than in process 0"
-            raise ConfigError(FIELD, cfg.distill.cache, rule, "use one folder")
-        log(f"teacher    {about.teacher_name}, by {cfg.distill.cache}")
-        return None
-    if chosen is None:
-        return None
-    from jaxpar.training.frozen import Teacher
-
-    return Teacher(cfg, mesh, max_segments, chosen)
 
 
 def kernels_of_sizes(

@@ -1,8 +1,8 @@
 """Makes the table of config fields: python scripts/docs/config_table.py [--write]
 
 Path, default, type and description are from the dataclasses of `jaxpar/config/schema/`, a section
-each, and of `jaxpar/components/`. Without options, prints the tables. --write writes them between
-the markers of docs/configuration.md.
+each, of `jaxpar/features/` and of `jaxpar/components/`. Without options, prints the tables. --write
+writes them between the markers of docs/configuration.md.
 """
 
 import dataclasses
@@ -64,7 +64,7 @@ def _others(hint: Any) -> list[str]:
 def section_table(name: str, cls: Any) -> list[str]:
     """Return the lines of a section's table; nested sections follow with longer paths."""
     lines = []
-    for field, hint in typing.get_type_hints(cls).items():
+    for field, hint in fields.hints_in(cls).items():
         path, inner = f"{name}.{field}", fields.section_of(hint)
         always = inner is Norm
         values = "a section" if always else OPTIONAL
@@ -140,7 +140,10 @@ def table() -> str:
         cls = fields.section_of(hint)
         rows = section_table(name, cls)
         if cls is not hint:
-            rows.insert(0, _row(f"`{name}`", OPTIONAL, fields.meanings(config.Config)[name]))
+            rows.insert(
+                0,
+                _row(f"`{name}`", OPTIONAL, fields.meanings(config.Config).get(name, "None: off.")),
+            )
         parts.append(_part(f"### {name}", cls, rows))
         if name == "model":
             for at, part in components():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxpar import components, config
+from jaxpar import components, config, features
 from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, flag, schema
 from jaxpar.config.config_file import known_configs, load_config
@@ -18,8 +18,8 @@ from jaxpar.config.layers import FIELD, all_paths
 
 def documentation() -> dict[str, str]:
     """The docstring of each section, and the one under each field, by section and leaf path."""
-    folders = [Path(inspect.getsourcefile(one)).parent for one in (schema, components)]
-    files = sorted(file for folder in folders for file in folder.glob("*.py"))
+    folders = [Path(inspect.getsourcefile(one)).parent for one in (schema, components, features)]
+    files = sorted(file for folder in folders for file in folder.rglob("*.py"))
     lines: dict[tuple[str, str], str] = {}
     for node in [node for file in files for node in ast.parse(file.read_text("utf-8")).body]:
         if isinstance(node, ast.ClassDef):

@@ -189,7 +189,7 @@ BAD: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ),
     (
         {"train.loss": PLAIN, "dpo.beta": 0.1},
-        "it is a loss of pairs.*use --dpo None",
+        "both say what is trained.*use --dpo None",
         {"train.loss": PLAIN, "dpo": None},
     ),
     ({"train.probes": probe()}, "must be a tuple.*,", {"train.probes": (probe(),)}),

@@ -17,7 +17,7 @@ from jaxpar.data.prepare.chat import ChatEncoder
 from jaxpar.data.prepare.pairs import Pair, encode_pair, read_pair
 from jaxpar.data.prepare.records_command import prepare_records
 from jaxpar.data.tokenizer import open_tokenizer
-from jaxpar.sharding.batch import IGNORED
+from jaxpar.sharding.batch import IGNORED, REFERENCE
 from jaxpar.sharding.mesh import make_mesh
 from tests.data.commands import main
 
@@ -232,7 +232,7 @@ def test_rows_hold_whole_pairs_whose_labels_are_the_responses(prepared):
     offsets, found = dataset.document_offsets, []
     for row in range(loader.sequences_per_epoch[0]):
         batch = jax.tree.map(lambda a: np.asarray(a)[0], loader.batch_of_rows(np.full(4, row)))
-        assert batch.reference is None and batch.segment_ids.max() % 2 == 0
+        assert not batch.extra and batch.segment_ids.max() % 2 == 0
         for document in range(1, batch.segment_ids.max() + 1):
             mine = batch.segment_ids == document
             assert (batch.positions[mine] == np.arange(mine.sum())).all()
@@ -250,11 +250,11 @@ def test_the_reference_is_beside_its_labels(prepared):
     loader = open_loader(config(prepared), one_device())
     loader.reference = -np.arange(loader.dataset.num_tokens, dtype=np.float32)
     batch = jax.tree.map(np.asarray, loader.batch(0))
-    places = (-batch.reference).astype(int)
+    places = (-batch.extra[REFERENCE]).astype(int)
     labeled = batch.labels != IGNORED
-    assert labeled.any() and (batch.reference[~labeled] == 0).all()
+    assert labeled.any() and (batch.extra[REFERENCE][~labeled] == 0).all()
     assert (loader.dataset.tokens[places[labeled]] == batch.labels[labeled]).all()
-    assert loader.abstract_batch().reference.dtype == batch.reference.dtype
+    assert loader.abstract_batch().extra[REFERENCE].dtype == batch.extra[REFERENCE].dtype
 
 
 def test_rows_are_filled_in_order():

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jaxpar.config import Config, ConfigError, Source, replace
-from jaxpar.data import teacher_cache
 from jaxpar.data.loader import Loader, open_loader
-from jaxpar.data.teacher_cache import (
+from jaxpar.features.distillation import IDS, SCORES, cache
+from jaxpar.features.distillation.cache import (
     About,
     TeacherCacheLoader,
     TeacherFile,
@@ -35,7 +35,7 @@ def write(folder: Path, about: About) -> None:
     (folder / "about.json").write_text(about_to_json(about))
     for source, number in missing_shards(folder, about):
         path = shard_path(folder, source, number)
-        path.write_bytes(bytes(teacher_cache.size_of(about, source, number)))
+        path.write_bytes(bytes(cache.size_of(about, source, number)))
         shard = TeacherFile(about, source, number, path, "r+")
         for row in range(about.rows_of(source, number)):
             shard.ids[row], shard.scores[row] = told(source, number * about.rows + row)
@@ -89,11 +89,11 @@ def test_batches_have_what_the_teacher_says(sizes, cfg):
             told(source, int(loader._sequences[source](np.array([n]))[0]))
             for source, n in zip(sources, before, strict=True)
         ]
-        for found, kept in zip((batch.teacher_ids, batch.teacher_scores), zip(*pairs, strict=True)):  # noqa: B905
+        for found, kept in zip((batch.extra[IDS], batch.extra[SCORES]), zip(*pairs, strict=True)):  # noqa: B905
             np.testing.assert_array_equal(np.asarray(found), np.stack(kept)[:, order])
         like = loader.abstract_batch(step)
-        assert like.teacher_ids.shape == batch.teacher_ids.shape
-        assert like.teacher_scores.sharding == batch.teacher_scores.sharding
+        assert like.extra[IDS].shape == batch.extra[IDS].shape
+        assert like.extra[SCORES].sharding == batch.extra[SCORES].sharding
     assert type(open_loader(cfg, make_mesh(), "val")) is Loader  # which has no teacher
 
 
@@ -101,7 +101,7 @@ def test_fewer_tokens_are_the_likeliest(cfg):
     """A cache serves each smaller top_k."""
     loader = open_loader(replace(cfg, **{"distill.top_k": 1}), make_mesh())
     whole = open_loader(cfg, make_mesh()).batch(2)
-    np.testing.assert_array_equal(loader.batch(2).teacher_ids, whole.teacher_ids[..., :1])
+    np.testing.assert_array_equal(loader.batch(2).extra[IDS], whole.extra[IDS][..., :1])
 
 
 def test_every_byte_is_checked(cfg):
@@ -168,5 +168,5 @@ def test_a_mesh_of_other_sizes_reads_the_same_files(cfg):
     numbers = np.arange(4)
     sources, before = loader._mixture.places(numbers)
     first = told(sources[0], int(loader._sequences[sources[0]](before[:1])[0]))
-    np.testing.assert_array_equal(np.asarray(loader.batch(0).teacher_ids)[0], first[0])
+    np.testing.assert_array_equal(np.asarray(loader.batch(0).extra[IDS])[0], first[0])
     assert dataclasses.astuple(loader.taught.about)[0] == "hash"

@@ -23,7 +23,7 @@ from jaxpar.config.json_reader import UnreadableJson
 from jaxpar.config.serialize import from_values, to_json
 from jaxpar.data.skips import SkippedBatches, read_skipped, write_skipped
 from jaxpar.data.stream import index as stream_index
-from jaxpar.data.teacher_cache import About, about_to_json, read_about
+from jaxpar.features.distillation.cache import About, about_to_json, read_about
 from jaxpar.memory_checkpoint import client, restoring
 from jaxpar.memory_checkpoint.piece_file import (
     ArrayType,

@@ -9,9 +9,10 @@ import pytest
 from jaxpar.checkpoint.branching import branch
 from jaxpar.config import ConfigError
 from jaxpar.config.command_line import read_config
+from jaxpar.features.distillation import SCORES
+from jaxpar.features.distillation.teacher import keep
 from jaxpar.parallel.context import order_of
 from jaxpar.training.run import Run
-from jaxpar.training.teacher_cache import keep
 
 STEPS = 16
 
@@ -76,16 +77,16 @@ def test_what_is_kept_is_what_the_teacher_says(only_devices, write_config, finis
         whole = [shard.read_bytes() for shard in shards]
         assert shards and "kept" in said[-1]
         live = Run.open(read(*flags), in_folder=False)
-        live.teacher.load()
+        live.supplement.load(live, None)
         for more in ([], ["--parallel.sequence", "2"], ["--parallel.tensor", "2"]):
             run = Run.open(read(*kept, *more), in_folder=False)
-            assert run.teacher is None and run.max_segments == live.max_segments
+            assert run.supplement is None and run.max_segments == live.max_segments
             for step in (0, 7):
-                wanted, found = live.taught(live.loader.batch(step)), run.loader.batch(step)
+                wanted, found = live.supplemented(live.loader.batch(step)), run.loader.batch(step)
                 order = order_of(run.cfg)
                 back = slice(None) if order is None else np.argsort(order)
-                for name in ("tokens", "teacher_scores"):
-                    a, b = (np.asarray(getattr(batch, name)) for batch in (wanted, found))
+                for of in (lambda batch: batch.tokens, lambda batch: batch.extra[SCORES]):
+                    a, b = (np.asarray(of(batch)) for batch in (wanted, found))
                     np.testing.assert_allclose(b[:, back], a, rtol=1e-4, atol=1e-5)
         shards[0].unlink()
         keep(read(*kept, "--parallel.sequence", "2", "--parallel.tensor", "2"), said.append)

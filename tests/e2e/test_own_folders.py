@@ -10,9 +10,9 @@ import pytest
 
 from jaxpar.data.options import PreparePairsOptions
 from jaxpar.data.prepare.records_command import prepare_records
+from jaxpar.features.dpo.reference import reference_file
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.processes.sources import LAUNCHED
-from jaxpar.training.frozen import reference_file
 from tests import ranks
 
 pytestmark = [pytest.mark.waits, pytest.mark.slow, pytest.mark.timeout(600)]

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from jaxpar.checkpoint.branching import branch
-from jaxpar.config import DpoConfig, replace, value_of
+from jaxpar.config import replace, value_of
 from jaxpar.config.command_line import load_config
 from jaxpar.data.options import PreparePairsOptions
 from jaxpar.data.prepare.records_command import prepare_records
-from jaxpar.training.frozen import reference_file
+from jaxpar.features.dpo import Dpo
+from jaxpar.features.dpo.reference import reference_file
 from tests.slow import slow
 
 STEPS = 12
@@ -71,4 +72,4 @@ def test_the_config_is_that_of_the_model_it_tunes():
     tuned, first = (load_config(name) for name in ("llama_1b_dpo", "llama_1b_lora_chat"))
     same = ("run.dir", "data.path", "dpo", "optimizer.learning_rate")
     of = {path: value_of(first, path) for path in same}
-    assert replace(tuned, **of) == first and tuned.dpo == DpoConfig(beta=0.1)
+    assert replace(tuned, **of) == first and tuned.dpo == Dpo(beta=0.1)

@@ -143,3 +143,21 @@ def test_wrong_batches_are_refused(made, message, trainer_of):
     with pytest.raises(jaxpar.ConfigError, match=message):
         trainer = trainer_of(**{"data.source": Wrong(), "train.num_steps": 2})
         next(iter(trainer.batches(trainer.init())))
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.parametrize(
+    "mesh", ["data=2,sequence=2", slow("pipeline=2,num_microbatches=2,zero=1,tensor=2")]
+)
+def test_the_loss_of_pairs_of_a_page_on_meshes(mesh, tmp_path, devices):
+    """An objective outside the package, as those in it: the plain model sums each document."""
+    from tests.meshes.test_own_code import on_mesh
+    from tests.tiny import TINY
+
+    own = import_file(str(written("losses", tmp_path))).of_pairs().train.loss
+    cfg = small_config.steady(replace(TINY, **{"train.loss": own}))
+    batches = [traces.random_batch(cfg, i) for i in range(2)]
+    wanted = traces.reference_trace(cfg, batches, 2)
+    here, there = on_mesh(mesh, cfg)
+    found = traces.mesh_trace(here, there, batches, 2)
+    assert not distances.compare(found, wanted, 1e-5).mismatches()

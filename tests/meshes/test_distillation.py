@@ -12,12 +12,14 @@ from jaxpar.certification.meshes import parse_meshes
 from jaxpar.certification.small_config import steady
 from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
+from jaxpar.features.distillation import IDS, SCORES
+from jaxpar.features.distillation.loss import likeliest
 from jaxpar.model.parameters import param_specs
 from jaxpar.model.plain import decoder
 from jaxpar.parallel.context import order_of
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import flat
-from jaxpar.step.forward import make_teacher_step
+from jaxpar.step.forward import make_token_step
 from jaxpar.step.train_step import make_gradient_step
 from tests import weights
 from tests.meshes.test_experts import compare
@@ -80,10 +82,10 @@ def test_the_loss_is_least_where_student_and_teacher_agree():
     logits = np.asarray(decoder.logits_of(*of, cfg.model)) / 1.5
     scores = np.asarray(jax.nn.log_softmax(logits))
     ids = np.argsort(-scores, axis=-1)[..., :5].astype(np.int32)
-    own = {"teacher_ids": ids, "teacher_scores": np.take_along_axis(scores, ids, axis=-1)}
+    own = {IDS: ids, SCORES: np.take_along_axis(scores, ids, axis=-1)}
     one = resolve(replace(cfg, **{"parallel.data": 1}), 1)
     mesh = make_mesh(one.parallel, jax.devices()[:1])
-    taught = traces.shard_batch(batch.replace(**own), one, mesh)
+    taught = traces.shard_batch(batch.replace(extra=own), one, mesh)
     measured, grads = make_gradient_step(one, mesh)(jax.device_put(params), taught)
     assert abs(measured["distill_loss"]) < 1e-6 and measured["loss"] > 1
     assert max(np.abs(g).max() for g in jax.tree.leaves(grads)) < 1e-6
@@ -112,7 +114,8 @@ def test_the_likeliest_tokens(mesh, k, devices):
     batch = traces.random_batch(replace(cfg, **{"distill.teacher": ""}), 0)
     params = weights.init_params(param_specs(cfg.model), there, devices_of)
     placed = traces.shard_batch(batch, there, devices_of)
-    found = make_teacher_step(there, devices_of, k, 2.0)(params, placed)
+    head = lambda top, x, mb: likeliest(top, x, there, k, 2.0)  # noqa: E731
+    found = make_token_step(there, devices_of, head)(params, placed)
     order = order_of(there)
     ids, scores = (np.asarray(a if order is None else a[:, np.argsort(order)]) for a in found)
     plain = weights.values_of(tuple(flat(param_specs(cfg.model)).items()), cfg.train.seed)

@@ -17,7 +17,7 @@ from jaxpar.commands import read as read_options
 from jaxpar.config import ConfigError
 from jaxpar.config.metrics import METRICS, Metric
 from jaxpar.config.remat_policies import EXPERT_NAMES, REMAT_NAMES, REMAT_POLICIES
-from jaxpar.objectives import objective
+from jaxpar.config.schema.features import SECTIONS
 from jaxpar.runtime.processes.launch_options import LaunchRun
 from jaxpar.step.features import FEATURES
 from jaxpar.tools.planning.command import asked_for
@@ -178,8 +178,7 @@ def test_what_pages_say_of_predictions_is_up_to_date():
 
 def metrics_in_order() -> dict[str, Metric]:
     """All metrics by group: those of every run, of objectives and of features."""
-    objectives = objective.PREFERENCES, objective.DISTILLATION, objective.MULTI_TOKEN
-    declared = {n: m for one in (*objectives, *FEATURES) for n, m in one.metrics.items()}
+    declared = {n: m for one in (*SECTIONS.values(), *FEATURES) for n, m in one.metrics.items()}
     found = {n: m for n, m in METRICS.items() if n not in declared} | declared
     assert found == METRICS
     groups = ["training", "preferences", "layers", "experts", *(m.group for m in found.values())]

@@ -56,7 +56,7 @@ def test_its_forward_pass_may_be_the_peak(teacher):
     small |= {"model.layers.feed_forward.d_ff": 512}
     memory = memory_of(student(**small, **{"distill.teacher": str(teacher)}))
     params = num_params(load_config("llama3_8b").model)
-    assert memory.moment == "teacher" and memory.gradients == 0
+    assert memory.moment == "frozen model" and memory.gradients == 0
     assert memory.gathered == pytest.approx(2 * params / 2, rel=0.1)
     assert memory.total > memory_of(student(**small)).total + 4 * params / 8
 
@@ -69,10 +69,10 @@ def test_its_time(teacher):
     tokens = live.train.global_batch_size * live.data.seq_len / 8
     least = 2 * num_matmul_params(model) * tokens / CLUSTER.gpu.peak.value
     whole = step_time(resolve(replace(live, **{"model": model, "distill": None}), 8), CLUSTER)
-    assert least < time.teacher < whole.total / 2 and plain.teacher == 0
-    assert dataclasses.replace(time, teacher=0.0).total == pytest.approx(time.total - time.teacher)
+    assert least < time.frozen < whole.total / 2 and plain.frozen == 0
+    assert dataclasses.replace(time, frozen=0.0).total == pytest.approx(time.total - time.frozen)
     kept = student(**{"distill.teacher": str(teacher), "distill.cache": "data/x"})
-    assert step_time(kept, CLUSTER).teacher == 0
+    assert step_time(kept, CLUSTER).frozen == 0
 
 
 def test_layouts_that_do_not_divide_it_are_refused(teacher):

@@ -10,10 +10,11 @@ from jax.sharding import Mesh
 from jaxpar.certification.traces import max_segments, random_batch, shard_batch
 from jaxpar.config import Config, replace
 from jaxpar.config.validate import resolve
+from jaxpar.features.distillation.loss import likeliest
 from jaxpar.inference import generation, harness_requests, speculative
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.diloco import outer
-from jaxpar.step.forward import make_score_step, make_teacher_step
+from jaxpar.step.forward import make_score_step, make_token_step
 from jaxpar.step.state import abstract_state, state_shardings
 from jaxpar.step.train_step import make_eval_step, make_gradient_step, make_train_step
 
@@ -53,7 +54,7 @@ def placed(a: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 
 
 def _teacher(cfg: Config, mesh: Mesh) -> Any:
-    return make_teacher_step(cfg, mesh, top_k=8, temperature=2.0)
+    return make_token_step(cfg, mesh, lambda top, x, mb: likeliest(top, x, cfg, 8, 2.0))
 
 
 #: Programs of a batch: the state, or its parameters, and the batch.

@@ -13,12 +13,12 @@ from jaxpar.config.serialize import to_json
 from jaxpar.convert.hf.importing import open_source
 from jaxpar.convert.peft.exporting import base_of
 from jaxpar.convert.shape import model_from
-from jaxpar.prediction.teacher import check_teacher, teacher_of
+from jaxpar.features.distillation import FIELD
+from jaxpar.features.distillation.teacher import Teacher
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.stores import folders, reading
 from jaxpar.training import chosen, initial_weights
-from jaxpar.training.frozen import Teacher
 from tests.convert import tiny
 from tests.convert.test_export import save_run
 from tests.stores.server import objects_at
@@ -71,14 +71,14 @@ def test_a_run_begins_with_the_weights_of_an_address(run, address, devices):
 
 def test_a_teacher_at_an_address(run, address, devices):
     cfg = replace(run, **{"distill.teacher": str(address), "run.dir": f"{run.run.dir}-student"})
-    taken = chosen.choose(cfg, None)[chosen.TEACHER]
-    teacher = Teacher(cfg, make_mesh(cfg.parallel, devices[:1]), 8, taken)
+    taken = chosen.choose(cfg, None)[FIELD]
+    teacher = Teacher(cfg.distill, cfg, make_mesh(cfg.parallel, devices[:1]), 8, taken)
     assert str(teacher) == f"{address}, step 3"
     assert taken.weights == chosen.digest(Path(run.run.dir), 3)
-    check_teacher(cfg)
-    assert teacher_of(cfg).model == run.model
+    cfg.distill.check_plan(cfg)
+    assert cfg.distill.frozen_model(cfg).model == run.model
     none = replace(cfg, **{"distill.teacher": f"{address}-none"})
-    assert teacher_of(none) is None
+    assert none.distill.frozen_model(none) is None
     with pytest.raises(ConfigError, match=r"distill.teacher = .*is not a run with a checkpoint"):
         chosen.choose(none, None)
 

@@ -16,11 +16,13 @@ from jaxpar.checkpoint.saving import Checkpointer
 from jaxpar.config import ConfigError
 from jaxpar.config.command_line import read_config
 from jaxpar.config.values import to_values
-from jaxpar.data import teacher_cache
+from jaxpar.features.distillation import FIELD as TEACHER
+from jaxpar.features.distillation import cache, teacher
+from jaxpar.features.dpo import reference
 from jaxpar.runtime.processes import peers
 from jaxpar.step.state import init_state
-from jaxpar.training import chosen, frozen, initial_weights
-from jaxpar.training.chosen import INITIAL, TEACHER, Chosen, choose
+from jaxpar.training import chosen, initial_weights
+from jaxpar.training.chosen import INITIAL, Chosen, choose
 from jaxpar.training.run import Run
 
 
@@ -154,7 +156,7 @@ def test_another_process_says_what_it_sees(other, finished):
 
 
 def about_of(other, step):
-    return teacher_cache.About(
+    return cache.About(
         teacher=chosen.digest(other, step),
         teacher_name=f"{other}, step {step}",
         **{"sources": ("",), "sequences": (1,), "seq_len": 1, "document_mask": True},
@@ -166,7 +168,7 @@ def test_a_cache_stands_for_its_teacher(config, other, finished, tmp_path):
     folder = tmp_path / "cache"
     folder.mkdir()
     about = about_of(other, 40)
-    (folder / teacher_cache.ABOUT_FILE).write_text(teacher_cache.about_to_json(about))
+    (folder / cache.ABOUT_FILE).write_text(cache.about_to_json(about))
     live, cached = (
         config(f"--{TEACHER}", other),
         config(f"--{TEACHER}", other, "--distill.cache", folder),
@@ -177,13 +179,13 @@ def test_a_cache_stands_for_its_teacher(config, other, finished, tmp_path):
     goes_on(other, finished, 40, 80)
     assert choose(cached, None) == choose(cached, saved) == choose(live, saved) == first
     # A stopped `jaxpar.data teacher` goes on with the teacher that it has begun with.
-    assert chosen.choose_to_keep(live, about)[TEACHER].step == 40
-    assert chosen.choose_to_keep(live, None)[TEACHER].step == 80
+    assert teacher.choose_to_keep(live, about)[TEACHER].step == 40
+    assert teacher.choose_to_keep(live, None)[TEACHER].step == 80
     goes_on(other, finished, 80)
     assert choose(cached, saved)[TEACHER].weights == about.teacher
     with pytest.raises(ConfigError, match="has other weights than"):
         choose(cached, None)
-    (folder / teacher_cache.ABOUT_FILE).write_text(teacher_cache.about_to_json(about_of(other, 80)))
+    (folder / cache.ABOUT_FILE).write_text(cache.about_to_json(about_of(other, 80)))
     with pytest.raises(ConfigError, match=r"distill.cache = .*learned from other weights so far"):
         choose(cached, saved)
 
@@ -224,10 +226,10 @@ def test_scores_of_other_weights_or_of_one_process_alone_are_not_used(
         calls.append(1)
         return np.zeros(4, np.float32)
 
-    monkeypatch.setattr(frozen, "score", score)
-    monkeypatch.setattr(frozen, "_identity", lambda cfg, loader, weights: weights)
+    monkeypatch.setattr(reference, "score", score)
+    monkeypatch.setattr(reference, "_identity", lambda cfg, loader, weights: weights)
     execution = type("Execution", (), {"cfg": None})
-    prepare = lambda weights: frozen.prepare_reference(  # noqa: E731
+    prepare = lambda weights: reference.prepare_reference(  # noqa: E731
         [Loader()], tmp_path, execution, None, 1, weights, lambda: None, lambda text: None
     )
     prepare("a")

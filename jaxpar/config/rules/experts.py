@@ -1,23 +1,26 @@
 """Rules about a mixture of experts: its sizes, its router and what balances it."""
 
+import functools
+import operator
 from typing import cast
 
 from jaxpar.components.experts import Experts, experts_in
 from jaxpar.components.model import Layer
+from jaxpar.components.ranges import Needs
 from jaxpar.config import Config, Model, default_of, flag, require, value_of
-from jaxpar.config.fields import refused
+from jaxpar.config.fields import annotation_of, leaf_paths, refused
 from jaxpar.config.layout.placement import expert_ways
 from jaxpar.config.lists.recorded_steps import MAX_BYTES, MAX_STEPS, bytes_of_a_step
 
 #: Fields of runs that only a model with experts reads.
-OF_RUNS = """train.balance_loss train.balance_over train.router_z_loss train.router_bias_rate
-parallel.expert_dispatch parallel.expert_tensor run.record_routing""".split()
+OF_RUNS = """train.balance_loss train.balance_over train.router_z_loss parallel.expert_dispatch
+parallel.expert_tensor run.record_routing""".split()
 
 
 def experts(cfg: Config) -> None:
     """Check a mixture of experts, and that no option that it does not support is set."""
     if not experts_in(cfg.model):
-        for path in OF_RUNS:
+        for path in (*OF_RUNS, *_needing()):
             _needs(cfg, path, "needs experts, but no layer has any")
         return
     _placement(cfg)
@@ -74,17 +77,22 @@ def without_router_gradient(m: Model) -> Layer | None:
 
 
 def _balance(cfg: Config) -> None:
-    t, rate, model = cfg.train, "train.router_bias_rate", cfg.model
     path, loss = "train.balance_over", "train.balance_loss"
-    if t.balance_loss == 0:
+    if cfg.train.balance_loss == 0:
         _needs(cfg, path, f"needs a balance loss, but {loss} is 0", flag(loss, 1e-3))
-    of = [layer.name for layer in model.distinct if isinstance(layer.feed_forward, Experts)]
-    bias = [f"model.{name}.feed_forward.router.balancing_bias" for name in of]
-    if not any(one.router.balancing_bias for one in experts_in(model)):
-        on = " ".join(flag(path, True) for path in bias)
-        _needs(cfg, rate, f"needs {bias[0]}, which is False", on)
-    off = " ".join(flag(path, False) for path in bias)
-    require(t.router_bias_rate > 0, cfg, rate, "must be above 0", flag(rate, 1e-3), off)
+    layers = [one for one in cfg.model.distinct if isinstance(one.feed_forward, Experts)]
+    for path, part in _needing().items():
+        if not any(map(operator.attrgetter(part), layers)):
+            parts = [f"model.{layer.name}.{part}" for layer in layers]
+            on = " ".join(flag(name, True) for name in parts)
+            _needs(cfg, path, f"needs {parts[0]}, which is False", on)
+
+
+@functools.cache
+def _needing() -> dict[str, str]:
+    """Return the fields that need a part of layers with experts: path -> part."""
+    marks = {path: getattr(annotation_of(path), "__metadata__", ()) for path in leaf_paths()}
+    return {path: m.part for path, of in marks.items() for m in of if isinstance(m, Needs)}
 
 
 def _recording(cfg: Config) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxpar.config import Config, ConfigError, replace, value_of
+from jaxpar.config.schema.features import paths_of_features
 
 #: What a path to an object store or a web page begins with; `Path` drops the second slash.
 _SCHEME = re.compile("([A-Za-z][A-Za-z0-9+.-]*):/")
@@ -192,7 +193,8 @@ def check_path_or_address(field: str, name: str, fix: str) -> None:
 #: Fields that hold a path, or may hold one.
 PATH_FIELDS = (
     *("run.dir", "run.init_from"),
-    *("data.path", "data.held_out", "data.cache_dir", "distill.teacher", "distill.cache"),
+    *("data.path", "data.held_out", "data.cache_dir"),
+    *paths_of_features(),
 )
 
 

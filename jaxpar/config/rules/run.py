@@ -16,6 +16,7 @@ from jaxpar.config.rules.paths import (
     check_run_folder,
     read_address,
 )
+from jaxpar.config.schema.features import SECTIONS, paths_of_features
 from jaxpar.config.schema.optimizer import AVERAGED
 from jaxpar.config.values import FIELDS, Value
 
@@ -31,7 +32,7 @@ def places(cfg: Config) -> None:
         ok = bool(value_of(cfg, path).strip())
         require(ok, cfg, path, "must name a folder", flag(path, default_of(path)))
     _paths("data.mixture", cfg.data.mixture)
-    for path in ("data.path", "data.held_out", "run.init_from", "distill.teacher"):
+    for path in ("data.path", "data.held_out", "run.init_from", *paths_of_features("addresses")):
         name = value_of(cfg, path)  # None in a section that is off
         if name is not None and (path != "data.path" or not cfg.data.mixture):
             check_path_or_address(path, name, f"use {flag(path, default_of(path))}")
@@ -155,9 +156,12 @@ def profile(cfg: Config) -> None:
 
 
 def own_values(cfg: Config) -> None:
-    """Let each value check the config that holds it."""
+    """Let each value, and each section of a feature, check the config that holds it."""
     for path, value in values_of(cfg):
         value.check(cfg, path)
+    for name in SECTIONS:
+        if (section := value_of(cfg, name)) is not None:
+            section.check(cfg, name)
 
 
 def values_of(cfg: Config) -> Iterator[tuple[str, Value]]:

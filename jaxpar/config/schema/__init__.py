@@ -12,8 +12,8 @@ from jaxpar.components.feed_forward import Glu
 from jaxpar.components.model import Layer, Model
 from jaxpar.config.schema.compute import ComputeConfig
 from jaxpar.config.schema.data import DataConfig
+from jaxpar.config.schema.features import with_sections
 from jaxpar.config.schema.metrics import MetricsConfig, ProfileConfig
-from jaxpar.config.schema.objectives import DistillConfig, DpoConfig
 from jaxpar.config.schema.optimizer import EmaConfig, OptimizerConfig
 from jaxpar.config.schema.parallel import ClusterConfig, DilocoConfig, ParallelConfig
 from jaxpar.config.schema.run import CheckpointConfig, GuardConfig, MemoryConfig, RunConfig
@@ -26,8 +26,6 @@ __all__ = [
     "Config",
     "DataConfig",
     "DilocoConfig",
-    "DistillConfig",
-    "DpoConfig",
     "EmaConfig",
     "EvaluationConfig",
     "GuardConfig",
@@ -47,8 +45,9 @@ _MODEL = Model(d_model=256, vocab_size=512, layers=(_BLOCK,) * 4)
 
 
 @dataclass(frozen=True, kw_only=True)
+@with_sections(after="lora")
 class Config:
-    """The complete description of a run."""
+    """The complete description of a run; `jaxpar/features/` has further sections."""
 
     run: RunConfig = field(default_factory=RunConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -57,10 +56,6 @@ class Config:
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     lora: LoraConfig | None = None
     """None: all weights are trained."""
-    dpo: DpoConfig | None = None
-    """None: no preference loss."""
-    distill: DistillConfig | None = None
-    """None: no distillation."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from jaxpar.components.ranges import Count, Natural, NotNegative, Positive, Range
+from jaxpar.components.ranges import Count, Natural, Needs, NotNegative, Positive, Range
 from jaxpar.config.rules.limits import MAX_SEQUENCE
 from jaxpar.config.schema.items import BatchSize, EvaluationSet, LossWeight
 from jaxpar.config.values import Value
@@ -49,7 +49,7 @@ class TrainConfig:
     all devices, which constrains the router less."""
     router_z_loss: NotNegative = 0.0
     """Weight of the squared log-partition penalty of each layer's router (ST-MoE)."""
-    router_bias_rate: float = 1e-3
+    router_bias_rate: Annotated[Positive, Needs("feed_forward.router.balancing_bias")] = 1e-3
     """Step size of router.balancing_bias (DeepSeek-V3: 1e-3)."""
     mtp_loss: NotNegative = 0.1
     """Weight of the mean loss of model.mtp_depth's modules (DeepSeek-V3: 0.3, then 0.1)."""

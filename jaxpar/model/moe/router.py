@@ -49,7 +49,7 @@ def route(h: jax.Array, w: dict[str, Any], of: Experts, context: Any = None) -> 
     """Choose the experts of each token.
 
     Args:     h: [B, T, D], compute dtype. w: router [D, E]; float32 [E]: b_router if
-              `Router.linear_bias`, router_bias if `Router.balancing_bias`. context: for feeds.
+              `Router.linear_bias`, and that of `Router.bias_on_scores`. context: for feeds.
     Source:   Shazeer et al. 2017 (1701.06538), section 2.1; Jiang et al. 2024 (2401.04088), section
               2.1; DeepSeek-AI 2024 (2412.19437), equations 13 to 16.
     """
@@ -61,8 +61,7 @@ def route(h: jax.Array, w: dict[str, Any], of: Experts, context: Any = None) -> 
     else:
         scores = jax.nn.sigmoid(logits)
         probabilities = scores / jnp.sum(scores, axis=-1, keepdims=True)
-    bias = w["router_bias"] if r.balancing_bias else 0.0
-    chosen = choose(lax.stop_gradient(scores + bias), of)
+    chosen = choose(lax.stop_gradient(scores + r.bias_on_scores(w)), of)
     experts = named_plan(chosen if context is None else probes.fed("choice", chosen, w, context))
     one_hot = jax.nn.one_hot(experts, of.num_experts)  # a product's gradient needs no scatter
     weights = jnp.sum(one_hot * scores[..., None, :], axis=-1)

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.components.component import Mixer, Term, named_in
-from jaxpar.components.experts import Experts
 from jaxpar.components.model import STACK_OF_MODULES, Layer, Model
 from jaxpar.config import Config
 from jaxpar.model.own_components import token_by_token
@@ -123,21 +122,6 @@ def loads(params: Tree, batch: Batch, cfg: Config) -> jax.Array:
     for _, _, of_module in modules(params, x, batch, cfg):
         routings += of_module
     return jnp.stack([jnp.sum(routing.used, axis=(0, 1)) for routing in routings])
-
-
-def balanced(params: Tree, counts: jax.Array, cfg: Config) -> Tree:
-    """Return the parameters after the update of `router_bias` for the loads of a batch."""
-    mean = jnp.mean(counts, axis=1, keepdims=True)
-    change = cfg.train.router_bias_rate * jnp.sign(mean - counts)
-    model = cfg.model
-    layers = [*model.layers, *[cfg.model.module_layer] * model.mtp_depth]
-    stacks = [layer.name for layer in layers if isinstance(layer.feed_forward, Experts)]
-    found = dict(params)
-    for stack in dict.fromkeys(stacks):
-        if "router_bias" in params[stack]:
-            part = change[jnp.array([i for i, name in enumerate(stacks) if name == stack])]
-            found[stack] = params[stack] | {"router_bias": params[stack]["router_bias"] + part}
-    return found
 
 
 def scale_adapters(params: Tree, cfg: Config) -> Tree:

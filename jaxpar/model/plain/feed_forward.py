@@ -34,7 +34,7 @@ class PlainRouting(NamedTuple):
 def experts(a: Experts, h, w: Weights, positions, segments, model: Model, watch) -> jax.Array:
     """Compute a mixture of experts. Experts that a token does not use have weight 0."""
     logits = h @ w["router"] + w.get("b_router", 0.0)
-    scores, used = routed(logits, w.get("router_bias", 0.0), a.router, a.experts_per_token)
+    scores, used = routed(logits, a.router.bias_on_scores(w), a.router, a.experts_per_token)
     share = scores / jnp.sum(scores, axis=-1, keepdims=True)
     watch("router", PlainRouting(used, share, logits, a.experts_per_token))
     weight = jnp.where(used, scores, 0.0)

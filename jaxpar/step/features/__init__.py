@@ -3,9 +3,10 @@
 import importlib
 import pkgutil
 
-from jaxpar.config import Config
+from jaxpar.config import Config, value_of
 from jaxpar.config.metrics import declare, declare_more
-from jaxpar.objectives.objective import declare_metrics, objective_of
+from jaxpar.config.schema.features import SECTIONS
+from jaxpar.objectives.objective import objective_of
 from jaxpar.step.feature import Feature
 from jaxpar.step.features.post_updates import OwnPostUpdate, post_updates_of
 
@@ -17,13 +18,14 @@ FEATURES: tuple[Feature, ...] = tuple(sorted(_by_name, key=lambda feature: featu
 
 for _feature in _by_name:
     declare(_feature.metrics)
-declare_metrics()  # again, so that the order is that whatever is imported first
 
 
 def features_of(cfg: Config) -> tuple[Feature, ...]:
     """Return the features that a config has, in order."""
     own = tuple(OwnPostUpdate(update) for update in post_updates_of(cfg))
-    return tuple(feature for feature in (*own, *FEATURES) if feature.is_on(cfg))
+    sections = [value for name in SECTIONS if isinstance(value := value_of(cfg, name), Feature)]
+    ours = sorted((*sections, *FEATURES), key=lambda feature: feature.turn)
+    return tuple(feature for feature in (*own, *ours) if feature.is_on(cfg))
 
 
 def declare_own_metrics(cfg: Config) -> None:

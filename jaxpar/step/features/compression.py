@@ -4,7 +4,8 @@ from typing import Any
 
 from jaxpar.config import Config
 from jaxpar.optimizer import loss_scale
-from jaxpar.step.feature import Feature, TrainStep
+from jaxpar.step.feature import Feature
+from jaxpar.step.progress import TrainStep
 
 
 class Compression(Feature):

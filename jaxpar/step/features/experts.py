@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.components.experts import LOSSES, Experts, experts_in, stacks_of_experts
+from jaxpar.components.experts import BALANCING_BIAS, LOSSES, Experts, experts_in, stacks_of_experts
 from jaxpar.components.model import STACK_OF_MODULES
-from jaxpar.config import Config, Model
+from jaxpar.config import Config, Model, replace
 from jaxpar.config.layout.layer_split import is_equal
 from jaxpar.config.layout.placement import expert_ways
 from jaxpar.config.metrics import Metric
@@ -19,8 +19,9 @@ from jaxpar.model.probes import LayerProbe, Probed, Seen
 from jaxpar.parallel.collectives import psum
 from jaxpar.sharding.axes import AXES, PIPELINE, TOKEN_AXES
 from jaxpar.sharding.batch import Batch
-from jaxpar.step.feature import Feature, TrainStep
+from jaxpar.step.feature import Feature
 from jaxpar.step.layer_order import EMPTY, expert_layers_here
+from jaxpar.step.progress import TrainStep
 
 
 @flax.struct.dataclass
@@ -101,12 +102,55 @@ class ExpertBalance(Feature):
             s = s.with_metrics(expert_rows=rows_of_all_layers(loads, s.cfg))
         return s
 
-    def plain(self, new: Any, before: Any, batch: Batch, cfg: Config) -> Any:
+    def plain(
+        self, new: Any, before: Any, state: Any, step: Any, batch: Batch, cfg: Config
+    ) -> tuple[Any, Any]:
         if not _experts(cfg).router.balancing_bias:
-            return new
+            return new, state
         from jaxpar.model.plain import decoder
 
-        return decoder.balanced(new, decoder.loads(before, batch, cfg), cfg)
+        counts, m = decoder.loads(before, batch, cfg), cfg.model
+        mean = jnp.mean(counts, axis=1, keepdims=True)
+        change = cfg.train.router_bias_rate * jnp.sign(mean - counts)
+        layers = [*m.layers, *[m.module_layer] * m.mtp_depth]
+        names = [layer.name for layer in layers if isinstance(layer.feed_forward, Experts)]
+        found = dict(new)
+        for name in dict.fromkeys(names):
+            part = change[jnp.array([i for i, other in enumerate(names) if other == name])]
+            found[name] = new[name] | {BALANCING_BIAS: new[name][BALANCING_BIAS] + part}
+        return found, state
+
+    def plain_before(self, params: Any, batch: Batch, cfg: Config) -> dict[str, Any]:
+        from jaxpar.model.plain import decoder
+        from jaxpar.model.plain.feed_forward import router_loss
+
+        _, routings = decoder.hidden_and_routings(params, batch, cfg)
+        rows = jnp.stack([jnp.sum(one.used, axis=(0, 1)) for one in routings])
+        share = rows / jnp.sum(rows, axis=1, keepdims=True)
+        E = rows.shape[1]
+        logs = jnp.where(rows > 0, jnp.log(jnp.where(rows > 0, share, 1.0)), 0.0)
+        found = {
+            "expert_rows": rows,
+            "expert_entropy": jnp.mean(-jnp.sum(share * logs, axis=1)) / jnp.log(max(E, 2)),
+            "fullest_expert": jnp.max(share) * E,
+            "dropped_rows": jnp.zeros(()),
+        }
+        for name in LOSSES:
+            if getattr(cfg.train, name):
+                alone = {
+                    "train.balance_loss": 0.0,
+                    "train.router_z_loss": 0.0,
+                    f"train.{name}": 1.0,
+                }
+                losses = [router_loss(one, replace(cfg, **alone)) for one in routings]
+                found[name] = jnp.mean(jnp.stack(losses))
+        return found
+
+    def plain_after(self, new: Any, cfg: Config) -> dict[str, Any]:
+        layers = [one.name for one in cfg.model.layers if isinstance(one.feed_forward, Experts)]
+        biases = [new[name][BALANCING_BIAS] for name in layers if BALANCING_BIAS in new[name]]
+        ranges = [jnp.max(jnp.ptp(bias, axis=-1)) for bias in biases]
+        return {"router_bias_range": jnp.max(jnp.stack(ranges))} if ranges else {}
 
 
 @jax.named_scope("expert_loads")
@@ -181,7 +225,7 @@ def rows_of_all_layers(loads: ExpertLoads, cfg: Config) -> jax.Array:
 
 
 def balance_bias(params: Any, loads: ExpertLoads | None, ok: jax.Array, cfg: Config) -> Any:
-    """Return the parameters with `router_bias` lowered for experts with more than the mean load,
+    """Return the parameters with the bias lowered for experts with more than the mean load,
     and raised for the others.
 
     Args:     params: may hold no bias. loads: None without experts. ok: whether the step counts.
@@ -194,7 +238,7 @@ def balance_bias(params: Any, loads: ExpertLoads | None, ok: jax.Array, cfg: Con
 
     def balanced(stack: str, rows: jax.Array) -> dict:
         step = rate * jnp.sign(jnp.mean(rows, axis=1, keepdims=True) - rows)
-        return {stack: params[stack] | {"router_bias": params[stack]["router_bias"] + step}}
+        return {stack: params[stack] | {BALANCING_BIAS: params[stack][BALANCING_BIAS] + step}}
 
     found = params
     for stack, rows in _rows_by_stack(loads.rows, cfg).items():
@@ -223,7 +267,7 @@ def bias_range(params: Any, m: Model) -> jax.Array:
     Communication: an all-reduce over PIPELINE.
     """
     stacks = (params.get(name, {}) for name in m.stacks)
-    biases = [stack["router_bias"] for stack in stacks if "router_bias" in stack]
+    biases = [stack[BALANCING_BIAS] for stack in stacks if BALANCING_BIAS in stack]
     ranges = [jnp.max(jnp.max(bias, axis=1) - jnp.min(bias, axis=1)) for bias in biases]
     return lax.pmax(functools.reduce(jnp.maximum, ranges), PIPELINE)
 

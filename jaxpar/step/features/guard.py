@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jaxpar.config import Config
 from jaxpar.optimizer import loss_scale
 from jaxpar.sharding.params import ParamSpec
-from jaxpar.step.feature import Feature, TrainStep
+from jaxpar.step.feature import Feature
+from jaxpar.step.progress import TrainStep
 
 
 class Guard(Feature):

@@ -14,10 +14,11 @@ from jaxpar.components.experts import num_experts
 from jaxpar.config import Config
 from jaxpar.config.metrics import Metric
 from jaxpar.model import probes
-from jaxpar.step.feature import Feature, TrainStep
+from jaxpar.step.feature import Feature
 from jaxpar.step.features import own_probes
 from jaxpar.step.features.experts import TALLY
 from jaxpar.step.features.own_probes import Probe, in_layers, measured
+from jaxpar.step.progress import TrainStep
 
 
 def rms(x: jax.Array) -> jax.Array:

@@ -20,12 +20,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.config import Config, present
+from jaxpar.model.parameters import specs_of
 from jaxpar.optimizer.moments import rows_of
 from jaxpar.optimizer.stochastic_rounding import random_bits, round_to_bfloat16
+from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.hashing import hash_uint32
-from jaxpar.sharding.params import flat, map_specs, partition_specs
+from jaxpar.sharding.params import flat, map_specs, partition_specs, split
 from jaxpar.step.conversions import convert_dtype
-from jaxpar.step.feature import Feature, TrainStep
+from jaxpar.step.feature import Feature
+from jaxpar.step.progress import TrainStep
 
 
 class MovingAverage(Feature):
@@ -51,6 +54,16 @@ class MovingAverage(Feature):
     def after_update(self, s: TrainStep) -> TrainStep:
         new = update(s.cfg, s.specs, s.extra["ema"], s.trainable, s.step, s.layers, s.ok)
         return s.with_extra(ema=new)
+
+    def plain_state(self, cfg: Config, params: Any, initialize: Any) -> Any:
+        return params
+
+    def plain(
+        self, new: Any, before: Any, state: Any, step: Any, batch: Batch, cfg: Config
+    ) -> tuple[Any, Any]:
+        keep = jnp.minimum(present(cfg.optimizer.ema).decay, (2 + step) / (11 + step))
+        trainable, _ = split(new, specs_of(cfg))
+        return new, jax.tree.map(lambda a, w: keep * a + (1 - keep) * w, state, trainable)
 
 
 def decay(most: float, step: jax.Array) -> jax.Array:

@@ -16,7 +16,8 @@ from jaxpar.model import probes
 from jaxpar.model.largest_scores import across, largest
 from jaxpar.sharding.axes import TOKEN_AXES
 from jaxpar.sharding.batch import Batch
-from jaxpar.step.feature import Feature, TrainStep
+from jaxpar.step.feature import Feature
+from jaxpar.step.progress import TrainStep
 
 
 class Probe(Value):

@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.values import Value
-from jaxpar.model.parameters import specs_of
+from jaxpar.model.parameters import specs_of, trainable_specs
+from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.mesh import shardings
 from jaxpar.sharding.params import partition_specs
 from jaxpar.step.feature import Feature
@@ -89,6 +90,15 @@ class OwnPostUpdate(Feature):
     def extra(self, cfg: Config, specs: Any) -> Any:
         return self.update.extra(specs) or ()
 
+    def plain_state(self, cfg: Config, params: Any, initialize: Callable[[Any], Tree]) -> Any:
+        specs = self.update.extra(trainable_specs(cfg))
+        return initialize(specs) if specs else {}
+
+    def plain(
+        self, new: Any, before: Any, state: Any, step: Any, batch: Batch, cfg: Config
+    ) -> tuple[Any, Any]:
+        return self.update(new, before, state, step)
+
 
 def post_updates_of(cfg: Config) -> tuple[PostUpdate, ...]:
     """Return the post-updates of a config, in order."""
@@ -154,19 +164,3 @@ def _of_layers(fn: Callable, cfg: Config, tree: Tree, *more: Tree) -> Tree:
         return a if order is None else fn(order, a, *others)
 
     return jax.tree_util.tree_map_with_path(one, tree, *more)
-
-
-def plain_state(cfg: Config, trainable_specs: Any, initialize: Callable[[Any], Tree]) -> Any:
-    """Return the state of each post-update before the first step, for `plain`."""
-    specs = {u.name: u.extra(trainable_specs) for u in post_updates_of(cfg)}
-    return {name: initialize(of) if of else {} for name, of in specs.items()}
-
-
-def plain(
-    cfg: Config, params: Tree, before: Tree, state: dict[str, Tree], step: Any
-) -> tuple[Tree, dict[str, Tree]]:
-    """Apply every post-update on one device."""
-    for update in post_updates_of(cfg):
-        params, new = update(params, before, state[update.name], step)
-        state = state | {update.name: new}
-    return params, state

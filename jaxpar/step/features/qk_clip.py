@@ -33,8 +33,9 @@ from jaxpar.model.probes import LayerProbe, Seen
 from jaxpar.parallel.collectives import psum
 from jaxpar.sharding.axes import PIPELINE, TENSOR, TOKEN_AXES
 from jaxpar.sharding.batch import Batch
-from jaxpar.step.feature import Feature, TrainStep
+from jaxpar.step.feature import Feature
 from jaxpar.step.layer_order import EMPTY, layers_here
+from jaxpar.step.progress import TrainStep
 
 
 def _largest(s: Seen) -> jax.Array:
@@ -104,8 +105,15 @@ class QkClip(Feature):
             found[name] = rescaled(params[name], of_stack, mixers[name])
         return s.replace(trainable=found)
 
-    def plain(self, new: Any, before: Any, batch: Batch, cfg: Config) -> Any:
-        return clipped(new, largest_logits(before, batch, cfg), cfg)
+    def plain(
+        self, new: Any, before: Any, state: Any, step: Any, batch: Batch, cfg: Config
+    ) -> tuple[Any, Any]:
+        return clipped(new, largest_logits(before, batch, cfg), cfg), state
+
+    def plain_before(self, params: Any, batch: Batch, cfg: Config) -> dict[str, Any]:
+        logits = largest_logits(params, batch, cfg)
+        above = jnp.sum(logits > cfg.optimizer.qk_clip)
+        return {"max_attention_logit": jnp.max(logits), "clipped_heads": above}
 
 
 def _rows(a: jax.Array, rows: list[int]) -> jax.Array:

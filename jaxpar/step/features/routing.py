@@ -27,8 +27,9 @@ from jaxpar.parallel.collectives import psum, varying
 from jaxpar.sharding.axes import PIPELINE, TENSOR
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.params import join
-from jaxpar.step.feature import Feature, TrainStep
+from jaxpar.step.feature import Feature
 from jaxpar.step.layer_order import EMPTY, expert_layers_here
+from jaxpar.step.progress import TrainStep
 
 #: The name of the record among a step's results.
 ROUTING = "routing"
@@ -84,7 +85,7 @@ class RoutingRecord(Feature):
         fed = join(s.fed, _to_repeat(s.batch.experts, s.cfg))
         return s.replace(fed=fed, batch=dataclasses.replace(s.batch, experts=None))
 
-    @jax.named_scope("expert_loads")
+    @jax.named_scope("record_routing")
     def after_update(self, s: TrainStep) -> TrainStep:
         """Communication: an all-reduce over PIPELINE and TENSOR."""
         if RECORD.name not in s.probes:

@@ -58,10 +58,10 @@ def measure(
         batches, example = replay.of_each(batches), replay.of(example)
     train_step = compiled(run, state, example)
     compile_seconds = time.perf_counter() - began
-    taught = (run.taught(batch) for _, batch in batches)
+    completed = (run.supplemented(batch) for _, batch in batches)
     first_done = functools.partial(run.startup.ended, "first step")
     with conditions.watch_power(jax.default_backend() == "gpu") as gpus:
-        found, state = time_steps(train_step, state, taught, warm_up, steps, gpus, first_done)
+        found, state = time_steps(train_step, state, completed, warm_up, steps, gpus, first_done)
     seconds, warm_up = found.seconds, found.begin
     if not seconds:
         rule = f"stopped by {found.cut_short} before a step was timed: there is no card"

@@ -17,11 +17,11 @@ from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.listed import written
 from jaxpar.config.lists.step_sizes import step_sizes
 from jaxpar.config.model_source import ModelReader
+from jaxpar.config.schema.features import objective_in
 from jaxpar.prediction import layouts
 from jaxpar.prediction.communication import Cluster
 from jaxpar.prediction.hardware import GIB, GPUS, NETWORKS, gpu_named, network_named
 from jaxpar.prediction.ranking import Layout, Plan, make_plan, nothing_fits
-from jaxpar.prediction.teacher import check_teacher
 from jaxpar.runtime import terminal
 from jaxpar.runtime.files import atomic
 from jaxpar.runtime.files.outputs import check_file
@@ -96,7 +96,8 @@ def asked_for(
     cluster = cluster_of(options)
     fill = functools.partial(_with_some_vocabulary, with_vocabulary) if with_vocabulary else None
     cfg = options.config.checked(model_from, fill)
-    check_teacher(cfg)
+    if (of := objective_in(cfg)) is not None:
+        of.check_plan(cfg)
     name, base = options.config.name, options.config.base
     if not base.model.vocab_size and not options.config.asked(model_from).model.vocab_size:
         base = replace(base, **{"model.vocab_size": cfg.model.vocab_size})  # a run finds it again

@@ -34,7 +34,7 @@ from jaxpar.prediction.hardware import GPUS, Gpu
 from jaxpar.prediction.kernels import SOME_DOCUMENTS, platform_of
 from jaxpar.runtime.gpus import xla_flags
 from jaxpar.sharding.axes import AXES, BATCH_SPEC
-from jaxpar.sharding.batch import Batch
+from jaxpar.sharding.batch import Batch, with_abstract_extra
 from jaxpar.sharding.mesh import axis_sizes
 from jaxpar.step.state import abstract_state, state_shardings
 from jaxpar.step.train_step import make_train_step
@@ -75,10 +75,9 @@ def lower(cfg: Config, gpu: Gpu, mesh: Mesh | AbstractMesh) -> jax.stages.Lowere
     state = jax.tree.map(abstract, abstract_state(cfg), state_shardings(cfg, sharded))
     rows = (cfg.train.global_batch_size, cfg.data.seq_len)
     ints = jax.ShapeDtypeStruct(rows, jnp.int32, sharding=NamedSharding(sharded, BATCH_SPEC))
-    scores = ints.update(dtype=jnp.float32) if cfg.dpo else None
     with compiling_for(platform_of(gpu)):
         step: Any = make_train_step(cfg, sharded, SOME_DOCUMENTS)
-        traced = step.trace(state, Batch(ints, ints, ints, ints, scores))
+        traced = step.trace(state, with_abstract_extra(Batch(ints, ints, ints, ints), cfg))
         return traced.lower(lowering_platforms=("cuda",))
 
 

@@ -129,7 +129,7 @@ def time_parts(time: StepTime) -> dict[str, float]:
     parts = {name: getattr(time, name) for name in own}
     parts |= {f"exposed: {axis}": seconds for axis, seconds in time.exposed.items()}
     parts |= {"contention": time.contention, "gaps": time.gaps}
-    parts |= {"teacher": time.teacher} if time.teacher else {}
+    parts |= {"frozen model": time.frozen} if time.frozen else {}
     return parts | {"in all": time.total}
 
 

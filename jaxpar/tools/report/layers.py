@@ -22,7 +22,7 @@ MAX_COLUMNS, MAX_CELLS, MAX_MAPS, MAX_LAYERS = 120, 20_000, 32, 1000
 #: Height of a layer's row, limits on that of a map, and the height of axis and legend below it.
 _ROW, _MIN_HEIGHT, _MAX_HEIGHT, _BELOW = 16, 64, 320, 92
 
-#: Drawn from expert_loads.jsonl where a run has it.
+#: Drawn from the file of loads where a run has it.
 FULLEST = "layer_fullest_expert"
 
 TITLES = {

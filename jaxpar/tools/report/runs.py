@@ -35,7 +35,7 @@ from jaxpar.tools.report import layers
 from jaxpar.tools.report.layers import LayerMap
 from jaxpar.tools.report.series import Series, Speed, can_be_shown
 
-# -------------------- Reads the loads of a run's experts, RUN/expert_loads.jsonl, in bounded memory
+# ------------------------------- Reads the loads of a run's experts, LOADS_FILE, in bounded memory
 
 
 #: Most columns of the loads over time.

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from jaxpar.config.schema.features import objectives
 from jaxpar.config.serialize import value_text
 
 #: Number of step ranges in a series: about one for two pixels of a chart.
@@ -182,8 +183,9 @@ def held_out_text(config: dict[str, Any]) -> str:
     words = [str(data), f"vocabulary of {at('model', 'vocab_size')}"]
     if (split := at("evaluation", "split")) not in (None, "val"):
         words.append(f"split {split}")
-    if beta := at("dpo", "beta"):
-        words.append(f"preference pairs, beta {beta}")
+    for name, cls in objectives().items():
+        if cls.evaluates and (options := _section(config, name)):
+            words.append(f"{name} of " + ", ".join(f"{k} {v}" for k, v in options.items()))
     return ", ".join(words)
 
 

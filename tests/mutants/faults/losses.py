@@ -126,9 +126,9 @@ FAULTS = (
     ),
     Fault(
         name="pairs_with_rewards_of_prompts",
-        file="jaxpar/objectives/pairs.py",
-        old="ratios = jnp.where(batch.labels == IGNORED, 0.0, scores - batch.reference)",
-        new="ratios = jnp.where(batch.labels == IGNORED, 0.0, scores) - batch.reference / 2",
+        file="jaxpar/objectives/of_pairs.py",
+        old="scores = jnp.where(mb.labels == IGNORED, 0.0, scores - mb.extra[REFERENCE])",
+        new="scores = jnp.where(mb.labels == IGNORED, 0.0, scores) - mb.extra[REFERENCE] / 2",
         certify="llama_1b_dpo data=2,tensor=2",
     ),
 )

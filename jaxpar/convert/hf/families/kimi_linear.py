@@ -13,6 +13,7 @@ from jaxpar.convert.hf.families.shared import (
     SIGMOID,
     TOP,
     WIDTHS,
+    sigmoid_router,
 )
 from jaxpar.convert.hf.family import OF_MODEL, SILU, Family
 from jaxpar.convert.hf.names import Name, Names, StoredAs
@@ -27,7 +28,7 @@ _KIMI_DELTA: dict[str, Name] = {
     "kda_out": "self_attn.o_proj.weight",
 }
 _EXPERTS: dict[str, Name] = MIXTRAL_EXPERTS | {
-    "router_bias": "block_sparse_moe.gate.e_score_correction_bias",
+    **sigmoid_router("block_sparse_moe.gate"),
     **{
         f"w_shared_{n}": f"block_sparse_moe.shared_experts.{n}_proj.weight"
         for n in ("gate", "up", "down")

@@ -3,7 +3,7 @@
 from jaxpar.components.experts import Experts
 from jaxpar.components.feed_forward import Mlp
 from jaxpar.components.recurrent import Mamba2
-from jaxpar.convert.hf.families.shared import AT_LEAST_ONE_SHARED, SIGMOID
+from jaxpar.convert.hf.families.shared import AT_LEAST_ONE_SHARED, SIGMOID, sigmoid_router
 from jaxpar.convert.hf.family import OF_ATTENTION, OF_MODEL, Family
 from jaxpar.convert.hf.names import Name, Names, together
 
@@ -27,8 +27,7 @@ _WEIGHTS: dict[str, Name] = {
     "mamba_out": "mixer.out_proj.weight",
 }
 _EXPERTS: dict[str, Name] = {
-    "router": "mixer.gate.weight",
-    "router_bias": "mixer.gate.e_score_correction_bias",
+    **sigmoid_router("mixer.gate"),
     **{f"w_{n}": f"mixer.experts.{{E}}.{n}_proj.weight" for n in ("up", "down")},
     **{f"w_shared_{n}": f"mixer.shared_experts.{n}_proj.weight" for n in ("up", "down")},
 }

@@ -1,5 +1,6 @@
 """Names of tensors and groups of keys that families share."""
 
+from jaxpar.components.experts import BALANCING_BIAS
 from jaxpar.convert.hf.names import Name, together
 
 TOP = {
@@ -52,9 +53,15 @@ MLP: dict[str, Name] = {
     **{f"b_{n}": f"mlp.{n}_proj.bias" for n in _PARTS},
 }
 OF_LLAMA = NORMS | ATTENTION | MLP
+
+
+def sigmoid_router(gate: str) -> dict[str, Name]:
+    """Return the names of a router's weights, with the bias by which it chooses (DeepSeek-V3)."""
+    return {"router": f"{gate}.weight", BALANCING_BIAS: f"{gate}.e_score_correction_bias"}
+
+
 EXPERTS: dict[str, Name] = {
-    "router": "mlp.gate.weight",
-    "router_bias": "mlp.gate.e_score_correction_bias",
+    **sigmoid_router("mlp.gate"),
     **{f"w_{n}": f"mlp.experts.{{E}}.{n}_proj.weight" for n in _PARTS},
     **{f"w_shared_{n}": f"mlp.shared_experts.{n}_proj.weight" for n in _PARTS},
 }

@@ -1,17 +1,10 @@
-"""Frozen models beside the one that is trained: the reference of preferences, and a teacher.
+"""The reference of preference tuning: log probabilities of responses under the initial weights.
 
-The log probabilities of responses under the initial weights are computed once, in a pass over the
-pairs before the first step, and kept in the run's folder (RUN/reference.train.npz,
-reference.val.npz). Training then needs no second model in memory. A resumed run reads them; one
-whose files are missing, such as a branch, computes them again.
-
-A teacher is the model of another run, on the mesh of the student. Before each step, a program of
-its own computes the teacher's likeliest next tokens of the batch. The step receives them beside the
-tokens, and knows nothing of the teacher's model. With `distill.cache`, they come from files
-(`teacher_cache.py`), and there is no teacher.
+They are computed once, in a pass over the pairs before the first step, and kept in the run's folder
+(RUN/reference.train.npz, reference.val.npz). Training then needs no second model in memory. A
+resumed run reads them; one whose files are missing, such as a branch, computes them again.
 """
 
-import dataclasses
 import hashlib
 import io
 import json
@@ -20,23 +13,44 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxpar.checkpoint.loading import restore_params
-from jaxpar.checkpoint.saved import saved_config
-from jaxpar.config import Config, present, replace
-from jaxpar.config.layout.teacher import FIELD, config_of_teacher
+from jaxpar.config import Config
+from jaxpar.config.schema.features import objective_in
 from jaxpar.data.pairs import PairLoader, places_of
-from jaxpar.execution.decisions import Execution, execution_of
+from jaxpar.execution.decisions import Execution
 from jaxpar.parallel.context import order_of
 from jaxpar.runtime.files import atomic
 from jaxpar.runtime.processes import peers
-from jaxpar.sharding.batch import Batch
-from jaxpar.step import adapters
-from jaxpar.step.forward import make_score_step, make_teacher_step
-from jaxpar.training.chosen import Chosen, folder_of
+from jaxpar.runtime.processes.peers import log
+from jaxpar.runtime.stages import stage
+from jaxpar.step.forward import make_score_step
+from jaxpar.step.state import TrainState
+from jaxpar.training import initial_weights
+from jaxpar.training.run import Run
+from jaxpar.training.supplement import Supplement
+
+
+class Reference(Supplement):
+    """Gives the loaders of pairs the log probabilities under the initial weights."""
+
+    name = "reference"
+
+    def load(self, run: Run, initial: TrainState | None) -> None:
+        def params() -> Any:
+            origin = run.initial.again()
+            made = initial_weights.state(run.cfg, run.mesh, origin, log).params
+            run.initial.check_published(made)
+            return made
+
+        if initial is not None:
+            run.initial.check_published(initial.params)
+        loaders = [split for split in run.splits if isinstance(split, PairLoader)]
+        given = params if initial is None else lambda: initial.params
+        of_run = run.dir, run.execution, run.mesh, run.max_segments
+        with stage("computing the log probabilities of the reference"):
+            prepare_reference(loaders, *of_run, run.initial.identity, given, log)
 
 
 def reference_file(folder: Path, split: str) -> Path:
@@ -103,7 +117,7 @@ def _identity(cfg: Config, loader: PairLoader, weights: str) -> str:
     """Return a hash of what the log probabilities depend on, up to rounding."""
     model = {name: str(value) for name, value in sorted(vars(cfg.model).items())}
     parts = [loader.dataset.fingerprint, loader.split, weights, cfg.train.seed, model]
-    too_long = present(cfg.dpo).too_long
+    too_long = objective_in(cfg).too_long
     parts += [too_long, too_long == "drop" and cfg.data.seq_len]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -123,44 +137,3 @@ def _write(path: Path, identity: str, scores: np.ndarray) -> None:
     buffer = io.BytesIO()
     np.savez(buffer, identity=np.array(identity), scores=scores)
     atomic.write(path, buffer.getvalue())
-
-
-class Teacher:
-    """A teacher on a mesh. `attach` gives its likeliest tokens to a batch."""
-
-    def __init__(self, cfg: Config, mesh: Mesh, max_segments: int, chosen: Chosen):
-        """Check the teacher's model; reads no weight.
-
-        Args:     cfg: of the student, resolved for the mesh. chosen: the teacher's checkpoint.
-        Raises:   ConfigError if its model does not fit the student; as `folder_of`.
-        """
-        self._mesh, self.chosen, self._folder = mesh, chosen, folder_of(FIELD, chosen)
-        there = saved_config(self._folder, chosen.step)
-        self._lora = there.lora
-        self.cfg = config_of_teacher(cfg, there)
-        d = present(cfg.distill)
-        self._top_k = d.top_k
-        self._program = make_teacher_step(
-            self.cfg, mesh, d.top_k, d.temperature, max_segments, execution_of(self.cfg)
-        )
-        self._params: Any = None
-
-    def __str__(self) -> str:
-        return str(self.chosen)
-
-    def load(self) -> None:
-        """Read the teacher's weights, merged with its adapters."""
-        there = replace(self.cfg, lora=self._lora)
-        params = restore_params(self._folder, there, self._mesh, self.chosen.step)
-        self._params = adapters.merge(params, there, self._mesh)
-
-    def attach(self, batch: Batch) -> Batch:
-        """Add the teacher's likeliest tokens to a batch, which may be abstract."""
-        if isinstance(batch.tokens, jax.ShapeDtypeStruct):
-            shape = (*batch.tokens.shape, self._top_k)
-            of = lambda dtype: batch.tokens.update(shape=shape, dtype=dtype)  # noqa: E731
-            return dataclasses.replace(
-                batch, teacher_ids=of(jnp.int32), teacher_scores=of(jnp.float32)
-            )
-        ids, scores = self._program(self._params, batch)
-        return dataclasses.replace(batch, teacher_ids=ids, teacher_scores=scores)

@@ -21,14 +21,14 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from msgspec import Meta
 
-from jaxpar.config import Config, ConfigError, declared, flag, present
+from jaxpar.config import Config, ConfigError, declared, flag
 from jaxpar.config.declared import Name
 from jaxpar.config.json_reader import UnreadableJson, read_json_object
 from jaxpar.data.formats.meta import token_dtype
 from jaxpar.data.loader import Loader
+from jaxpar.features.distillation import CACHE, IDS, SCORES, Distill
 from jaxpar.sharding.batch import Batch
 
-FIELD = "distill.cache"
 FORMAT, VERSION = "jaxpar-teacher", 1
 ABOUT_FILE = "about.json"
 
@@ -132,7 +132,7 @@ def read_about(folder: Path) -> About | None:
     except (OSError, UnreadableJson) as error:
         why = error.strerror if isinstance(error, OSError) else error
         rule = f"{path} does not describe a teacher's tokens ({why})"
-        raise ConfigError(FIELD, str(folder), rule, "copy the folder again") from error
+        raise ConfigError(CACHE, str(folder), rule, "copy the folder again") from error
 
 
 def about_to_json(about: About) -> str:
@@ -143,27 +143,26 @@ def about_to_json(about: About) -> str:
 class TeacherCache:
     """A complete cache that fits a config."""
 
-    def __init__(self, cfg: Config, sources: Sequence[str], sequences: Sequence[int]):
+    def __init__(self, d: Distill, cfg: Config, sources: Sequence[str], sequences: Sequence[int]):
         """Open the cache of a config.
 
         Args:     sources: fingerprints of the training data. sequences: of each.
         Raises:   ConfigError if it is missing, incomplete, damaged, or of something else.
         """
-        d = present(cfg.distill)
         self._folder, self.top_k = Path(d.cache), d.top_k
         about = read_about(self._folder)
         if about is None:
             rule = f"has no {ABOUT_FILE}: no teacher has been kept there"
             fix = "run python -m jaxpar.data teacher with the same config first"
-            raise ConfigError(FIELD, d.cache, rule, fix)
+            raise ConfigError(CACHE, d.cache, rule, fix)
         self.about = about
-        check_fits(about, cfg, sources, sequences)
+        check_fits(about, d, cfg, sources, sequences)
         missing = missing_shards(self._folder, about)
         if missing:
             rule = f"is not complete: {len(missing):,} files are missing, such as "
             rule += shard_path(self._folder, *missing[0]).name
             fix = "run python -m jaxpar.data teacher again: it continues"
-            raise ConfigError(FIELD, d.cache, rule, fix)
+            raise ConfigError(CACHE, d.cache, rule, fix)
         for source in range(len(about.sources)):
             for number in range(about.shards(source)):
                 self._check_size(source, number)
@@ -199,15 +198,16 @@ class TeacherCache:
     def _damaged(self, source: int, number: int, what: str) -> ConfigError:
         path = shard_path(self._folder, source, number)
         fix = "delete that file, and run python -m jaxpar.data teacher again"
-        return ConfigError(FIELD, str(self._folder), f"{path}: {what}", fix)
+        return ConfigError(CACHE, str(self._folder), f"{path}: {what}", fix)
 
 
-def check_fits(about: About, cfg: Config, sources: Sequence[str], sequences: Sequence[int]) -> None:
+def check_fits(
+    about: About, d: Distill, cfg: Config, sources: Sequence[str], sequences: Sequence[int]
+) -> None:
     """Check that a cache is of the training data and the teacher's settings of a config.
 
     Raises:   ConfigError that names the field that differs.
     """
-    d = present(cfg.distill)
     wanted: dict[str, tuple[Any, Any]] = {
         "data.seq_len": (about.seq_len, cfg.data.seq_len),
         "data.document_mask": (about.document_mask, cfg.data.document_mask),
@@ -216,29 +216,29 @@ def check_fits(about: About, cfg: Config, sources: Sequence[str], sequences: Seq
     }
     for path, (kept, asked) in wanted.items():
         if kept != asked:
-            rule = f"differs from that of {FIELD} {d.cache}, {kept}"
+            rule = f"differs from that of {CACHE} {d.cache}, {kept}"
             raise ConfigError(path, asked, rule, f"use {flag(path, kept)}, or another cache")
     if d.top_k > about.top_k:
-        rule = f"is more than {FIELD} {d.cache} has, {about.top_k}"
+        rule = f"is more than {CACHE} {d.cache} has, {about.top_k}"
         fix = f"use {flag('distill.top_k', about.top_k)}, or another cache"
         raise ConfigError("distill.top_k", d.top_k, rule, fix)
     if (about.sources, about.sequences) != (tuple(sources), tuple(sequences)):
         rule = "is of other training data: sources, their order or their content differ"
         fix = "use that data, or another folder for python -m jaxpar.data teacher"
-        raise ConfigError(FIELD, d.cache, rule, fix)
+        raise ConfigError(CACHE, d.cache, rule, fix)
 
 
 # ---------------------------------- Global batches with what a teacher says of them, from its files
 
 
 class TeacherCacheLoader(Loader):
-    """A `Loader` whose batches have `Batch.teacher_ids` and `Batch.teacher_scores`."""
+    """A `Loader` whose batches have `IDS` and `SCORES`."""
 
     def __init__(self, *args: Any, **more: Any):
         """As `Loader`. Raises: ConfigError also as `TeacherCache`."""
         super().__init__(*args, **more)
         sources = [source.dataset.fingerprint for source in self.sources]
-        self.taught = TeacherCache(self._cfg, sources, self.sequences_per_epoch)
+        self.taught = TeacherCache(self._objective, self._cfg, sources, self.sequences_per_epoch)
 
     def _packed_sequences(self, numbers: np.ndarray, pieces: np.ndarray, length: int) -> Batch:
         assert length == self._cfg.data.seq_len  # a rule of the config: sequences are not cut
@@ -250,11 +250,4 @@ class TeacherCacheLoader(Loader):
             at = np.flatnonzero(sources == source)
             indices = self._sequences[source](before[at])
             ids[at], scores[at] = self.taught.read(int(source), indices)
-        return dataclasses.replace(batch, teacher_ids=ids, teacher_scores=scores)
-
-    def abstract_batch(self, step: int = 0) -> Batch:
-        """Return what `batch` returns, without values."""
-        plain = super().abstract_batch(step)
-        shape = (*plain.tokens.shape, self.taught.top_k)
-        of = lambda dtype: plain.tokens.update(shape=shape, dtype=dtype)  # noqa: E731
-        return dataclasses.replace(plain, teacher_ids=of(np.int32), teacher_scores=of(np.float32))
+        return dataclasses.replace(batch, extra=batch.extra | {IDS: ids, SCORES: scores})

@@ -1,20 +1,7 @@
-"""Distillation: learn a teacher's distribution of the next token, beside the token itself.
-
-    loss = (1 - weight) CE + weight temperature^2 KL(teacher || student)    mean over labeled tokens
-
-Both distributions are at the temperature. The teacher gives its k likeliest tokens; the rest of the
-vocabulary is one more outcome, the tail, with what is left of the probability:
-
-    KL = sum over the k of p log(p / q)  +  p_tail log(p_tail / q_tail)
-
-With k the size of the vocabulary this is the divergence of the whole distributions. Otherwise it is
-a lower bound of it, whose minimum is still the teacher's distribution, unlike that of the k tokens
-alone.
+"""The loss of a distillation over a sharded vocabulary, and a teacher's likeliest tokens.
 
 The gradient with respect to a logit z_v, times the temperature, is q_v - p_v at the k tokens, and
 q_v - p_tail q_v / q_tail in the tail.
-
-Source:   Hinton et al. 2015 (1503.02531), section 2.
 """
 
 import functools
@@ -23,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.config import Config, present
+from jaxpar.config import Config
+from jaxpar.features.distillation import IDS, SCORES, Distill
 from jaxpar.model.embedding import vocab_shard_index
 from jaxpar.model.loss import num_chunks, softcapped
 from jaxpar.objectives.token_scores import Tree, chunked, head_inputs
@@ -33,19 +21,18 @@ from jaxpar.sharding.batch import IGNORED, Batch
 
 
 @jax.named_scope("loss")
-def head(top: Tree, x: jax.Array, batch: Batch, cfg: Config) -> tuple[jax.Array, jax.Array]:
-    """Compute the summed loss of a microbatch, like `transformer.head`.
+def head(
+    d: Distill, top: Tree, x: jax.Array, batch: Batch, cfg: Config
+) -> tuple[jax.Array, jax.Array]:
+    """Compute the summed loss of a microbatch, as `Objective.head`.
 
-    Args:     batch: with `Batch.teacher_ids` and `Batch.teacher_scores`.
     Returns:  (loss, [2]: the cross entropy and the divergence), sums over the labeled tokens.
     Communication: broadcast over PIPELINE; gather over TENSOR; that of `token_losses`.
     """
     h, w = head_inputs(top, x, cfg)
     n = num_chunks(batch.labels.size, w.shape[1], cfg.parallel.loss_chunks)
     flat = h.reshape(-1, h.shape[-1]), w, batch.labels.ravel()
-    k = batch.teacher_ids.shape[-1]
-    of_teacher = batch.teacher_ids.reshape(-1, k), batch.teacher_scores.reshape(-1, k)
-    d = present(cfg.distill)
+    of_teacher = [a.reshape(-1, a.shape[-1]) for a in (batch.extra[IDS], batch.extra[SCORES])]
     cap = cfg.model.logits_softcap
     ce, kl = token_losses(*flat, *of_teacher, d.temperature, cap, n)
     sums = jnp.stack([jnp.sum(ce), jnp.sum(kl)])
