@@ -5,14 +5,23 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxpar.certification import distances, failures, traces, tracing
+from jaxpar.certification import distances, failures, small_config, traces, tracing
 from jaxpar.certification.distances import further_results
-from jaxpar.certification.meshes import MOST_DEVICES, default_meshes, own_mesh, simpler
+from jaxpar.certification.meshes import (
+    MOST_DEVICES,
+    default_meshes,
+    num_devices,
+    own_mesh,
+    simpler,
+)
 from jaxpar.certification.results import Result, Subject
 from jaxpar.certification.traces import TrainingTrace
 from jaxpar.config import ParallelConfig, replace
+from jaxpar.config.config_file import load_config
+from jaxpar.config.remat_policies import REMAT_POLICIES
 from jaxpar.config.validate import resolve
 from jaxpar.model.parameters import specs_of
+from tests.tiny import STATE as STATE_OF_STAGES
 from tests.tiny import TINY
 
 WEIGHT = np.linspace(0.5, 1.5, 8, dtype=np.float32).reshape(2, 4)
@@ -181,3 +190,30 @@ def test_chosen_layouts_have_every_pair_of_options():
     assert missing == 0 and len(chosen) <= 9
     _, missing = tracing.covering(every, 2)
     assert missing == 27 - 6
+
+
+def test_layouts_of_a_dense_model_have_its_options():
+    cfg = replace(TINY, **STATE_OF_STAGES)
+    options = {pair for one in tracing._layouts(cfg, 4) for pair in tracing.options_of(one)}
+    several = {(name, True) for name in tracing.COUNTS if name != "expert"}
+    assert several | {("zero", 2), ("row_groups", 2), ("schedule", "gpipe")} <= options
+    assert {("remat", remat) for remat in REMAT_POLICIES} <= options
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "layers"),
+    [
+        ("llama3_8b", {"data": 4}, 2),
+        ("llama3_8b", {"pipeline": 4}, 4),
+        ("deepseek_v3", {"expert": 2}, 2),
+        ("qwen3_next_80b_a3b", {"pipeline": 2, "expert": 2}, 4),
+    ],
+)
+def test_layouts_are_traced_with_few_layers(name, mesh, layers):
+    cfg = small_config.float32(load_config(name))
+    meshes, _ = default_meshes(cfg, MOST_DEVICES)
+    small = small_config.shrink(cfg, list(meshes.values()))
+    one = dataclasses.replace(small, parallel=ParallelConfig(**{"data": 1} | mesh))
+    few = tracing.with_fewest_layers(resolve(one, num_devices(one.parallel)))
+    assert few.model.num_layers == layers
+    assert {*few.model.layers} == {*small.model.layers}
