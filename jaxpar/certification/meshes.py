@@ -175,8 +175,8 @@ OF_EXPERTS = (
     "expert=2,tensor=2,expert_tensor=1,layer_loop=unroll,row_groups=2",
     "expert=2,sequence=4,context=ulysses",
     "expert=2,pipeline=2,virtual_stages=2,num_microbatches=4",
-    "expert=2,pipeline=2,num_microbatches=4,tensor=2,schedule=zero_bubble,zero=1,layer_loop=unroll",
     "expert=2,replica=2,tensor=2,num_microbatches=2,layer_loop=scan",
+    "expert=2,pipeline=2,num_microbatches=4,tensor=2,schedule=zero_bubble,zero=1,layer_loop=unroll",
 )
 
 #: What to try in place of an option of a mesh that a config refuses, in this order. "": without it.

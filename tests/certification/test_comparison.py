@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxpar.certification import distances, failures, small_config, traces, tracing
+from jaxpar.certification import comparison, distances, failures, small_config, traces, tracing
 from jaxpar.certification.distances import further_results
 from jaxpar.certification.meshes import (
     MOST_DEVICES,
@@ -123,6 +123,20 @@ def test_an_array_that_is_missing_fails():
     assert wrong.what == "moving average after 1 steps"
 
 
+NUMBER = "layers/layer_scale"
+
+
+@pytest.mark.parametrize(
+    ("zero", "row", "error"),
+    [({NUMBER + distances.LAST}, 1, 0.0), ({NUMBER + distances.LAST}, 0, 1.0), ((), 1, 0.5)],
+)
+def test_the_last_row_is_left_out_if_its_gradient_is_0(zero, row, error):
+    start, right = {NUMBER: np.ones((2, 1))}, {f"params/{NUMBER}": np.full((2, 1), 0.5)}
+    found = {name: a + np.eye(2)[row, :, None] / 2 for name, a in right.items()}
+    errors = distances.state_errors(found, right, start, 1, zero)
+    assert errors["weights"][NUMBER] == pytest.approx(error, abs=1e-6)
+
+
 def test_storing_in_float32_is_no_error_and_more_is():
     start, wanted = np.ones(4, np.float32), np.full(4, 1 + 1e-6)
     found = wanted.astype(np.float32)
@@ -190,6 +204,14 @@ def test_chosen_layouts_have_every_pair_of_options():
     assert missing == 0 and len(chosen) <= 9
     _, missing = tracing.covering(every, 2)
     assert missing == 27 - 6
+
+
+def test_meshes_after_the_limit_are_listed(monkeypatch):
+    monkeypatch.setattr(comparison, "Comparing", lambda of: None)
+    monkeypatch.setattr(comparison, "MOST_SECONDS", -1.0)
+    subject = Subject(TINY, TINY, {"data=2": TINY, "tensor=2": TINY}, {}, [], 0, 1e-5)
+    found = [*comparison.compare_meshes(subject)]
+    assert [one.mesh for one in found if "CPU seconds" in one.not_run] == ["data=2", "tensor=2"]
 
 
 def test_layouts_of_a_dense_model_have_its_options():
