@@ -74,7 +74,7 @@ ROOT_MEAN_SQUARE = 0.42 * EPS
 #: Results that a layer rounds, one after another, from its input to its output: two norms, the
 #: products before and after attention, its two inside, two of the feed-forward, its hidden values,
 #: and the residual stream. A backward has as many.
-SUMS = 10
+IN_LAYER = 10
 
 
 def gradient_bound(m: Model) -> float:
@@ -93,8 +93,8 @@ def gradient_bound(m: Model) -> float:
     Returns:  sqrt(2 N) roundings; with experts, and the root of the share of other rows.
     """
     layers = m.num_layers + m.mtp_depth
-    error = ROOT_MEAN_SQUARE * math.sqrt(2 * 2 * SUMS * layers)
-    of_logits = ROOT_MEAN_SQUARE * math.sqrt(2 * SUMS * layers / 2)
+    error = ROOT_MEAN_SQUARE * math.sqrt(2 * 2 * IN_LAYER * layers)
+    of_logits = ROOT_MEAN_SQUARE * math.sqrt(2 * IN_LAYER * layers / 2)
     tokens = {of: 0.4 * of.num_experts * 1.13 * of_logits for of in experts_in(m)}
     rows = max((2 * share / of.experts_per_token for of, share in tokens.items()), default=0.0)
     return math.sqrt(error**2 + rows)

@@ -218,7 +218,8 @@ def test_layouts_of_a_dense_model_have_its_options():
     cfg = replace(TINY, **STATE_OF_STAGES)
     options = {pair for one in tracing._layouts(cfg, 4) for pair in tracing.options_of(one)}
     several = {(name, True) for name in tracing.COUNTS if name != "expert"}
-    assert several | {("zero", 2), ("row_groups", 2), ("schedule", "gpipe")} <= options
+    assert several | {("zero", 2), ("row_groups", 2)} <= options
+    assert {("schedule", name) for name in ("1f1b", "gpipe", "zero_bubble")} <= options
     assert {("remat", remat) for remat in REMAT_POLICIES} <= options
 
 
