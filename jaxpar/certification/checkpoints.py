@@ -201,9 +201,9 @@ def rows_of_stages(count: int, cfg: Config) -> np.ndarray:
     """
     p = cfg.parallel
     parts = p.pipeline * p.virtual_stages
-    # Given sizes count layers of every name, of which a model with unequal stages has one here.
-    given = p.layers_per_stage
-    sizes = given if sum(given) == count else (count // parts,) * parts
+    # Given sizes count layers of every name, in whole periods: each has the same share of a name.
+    given = p.layers_per_stage or (1,) * parts
+    sizes = [size * count // sum(given) for size in given]
     rows, first = np.full((parts, max(sizes)), -1), 0
     for part, size in enumerate(sizes):
         rows[part, :size] = np.arange(first, first + size)

@@ -1,5 +1,7 @@
 """The work of `python -m jaxpar.certify`: its devices, its meshes, its checks and their results."""
 
+import difflib
+import shlex
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -99,12 +101,28 @@ def print_results(results: Iterable[Result | list[Result]], width: int) -> list[
 
 
 def run_checks(
-    subject: Subject, checks: Iterable[tuple[str, Check]] = CHECKS
+    subject: Subject, chosen: Sequence[str] = (), checks: Sequence[tuple[str, Check]] = CHECKS
 ) -> Iterator[list[Result]]:
-    """Run checks, print their results, and yield those of each check."""
+    """Run checks, print their results, and yield those of each check.
+
+    Args:     chosen: names of those to run; empty for all.
+    """
     width = max(map(len, subject.meshes), default=4)
-    for _, run in checks:
-        yield print_results(run(subject), width)
+    for name, run in checks:
+        if chosen and name not in chosen:
+            yield [Result(name, "", "every comparison", not_run="--check leaves it out")]
+        else:
+            yield print_results(run(subject), width)
+
+
+def refuse_unknown(chosen: Sequence[str]) -> None:
+    """Raise ConfigError for the name of no check."""
+    names = [name for name, _ in CHECKS]
+    for name in chosen:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0)[0]
+            rule = f"must be one of {', '.join(names)}"
+            raise ConfigError("--check", name, rule, f"use --check {shlex.quote(near)}")
 
 
 def summary(results: Sequence[Result]) -> str:
@@ -202,6 +220,7 @@ def certify(options: CertifyOptions, model_from: ModelReader) -> int:
     # On one device, since each mesh is checked by itself.
     check(without_mesh(asked))
     options.config.show(asked)
+    refuse_unknown(options.check)
     output = options.output or str(Path(asked.run.dir, CERTIFICATE_FILE))
     check_file("--output", output, CERTIFICATE_FILE)
     conditions = conditions_of(asked)
@@ -232,7 +251,8 @@ def certify(options: CertifyOptions, model_from: ModelReader) -> int:
         given=bool(options.mesh),
     )
     with jax.default_matmul_precision("highest"):
-        results = [result for of_check in run_checks(subject) for result in of_check]
+        found = run_checks(subject, options.check)
+        results = [result for of_check in found for result in of_check]
     print("\n".join([*own_code(cfg), summary(results)]))
     certificate = Certificate.of(options.config.name, asked, conditions, results)
     write_json("--output", output, to_values(certificate))

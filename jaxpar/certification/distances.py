@@ -22,19 +22,26 @@ def differing_arrays(found: Arrays, wanted: Arrays) -> list[str]:
     return [name for name in wanted if found[name].tobytes() != wanted[name].tobytes()]
 
 
+#: After the name of an array, in `zero_gradients`: its last row alone.
+LAST = "[-1]"
+
+
 def zero_gradients(model: Model) -> frozenset[str]:
     """Return the parameters whose exact gradient is 0, so that computed ones are only rounding.
 
     Without rotary embeddings, a bias on keys adds the same to all scores of a query, and a softmax
     does not change. The number of the last layer scales the stream before the final norm, which
     undoes it, but for its eps; other layers of its stack have gradients.
+
+    Returns:  names of arrays, and with LAST of those whose last row alone has none.
     """
     bias = {layer.name for layer in model.layers if _shifts_scores(layer.mixer)}
     others = {layer.name for layer in model.layers if not _shifts_scores(layer.mixer)}
     found = {f"{name}/bk" for name in bias - others}
     last = model.layers[-1]
-    if last.scaled and len(model.stacks[last.name]) == 1:
-        found.add(f"{last.name}/layer_scale")
+    if last.scaled:
+        name = f"{last.name}/layer_scale"
+        found.add(name if len(model.stacks[last.name]) == 1 else name + LAST)
     return frozenset(found)
 
 
@@ -42,6 +49,11 @@ def _shifts_scores(a: Mixer | None) -> bool:
     if not isinstance(a, Attention) or not a.bias or a.rope is not None or a.qk_norm:
         return False
     return not a.own_methods and not a.sinks and a.softcap is None
+
+
+def _trained(name: str, a: np.ndarray, zero: Container[str]) -> np.ndarray:
+    """Return the rows of an array whose gradient is not 0."""
+    return a[:-1] if name + LAST in zero else a
 
 
 def gradient_errors(found: Arrays, wanted: Arrays, zero: Container[str] = ()) -> dict[str, float]:
@@ -202,17 +214,18 @@ def state_errors(
     It is relative to the mean change since `start`, and of moments to their mean size.
 
     Args:     start: initial parameters. updates: their number. zero: `zero_gradients`, which are
-              left out.
+              left out: their updates are arbitrary.
     """
     errors: dict[str, dict[str, float]] = {}
     for path, right in wanted.items():
         part, _, name = path.partition("/")
-        if any(path.endswith(f"/{n}") for n in start if n in zero):
+        of = next((n for n in start if path.endswith(f"/{n}")), "")
+        if of in zero:
             continue
-        here = found.get(path)
+        here, before = found.get(path), start.get(name, np.zeros(right.shape))
         error = np.inf
         if here is not None and here.shape == right.shape:
-            error = change_error(here, right, start.get(name, np.zeros(())), updates)
+            error = change_error(*(_trained(of, a, zero) for a in (here, right, before)), updates)
         errors.setdefault(PARTS.get(part, f"state of {part}"), {})[name] = error
     return errors
 
@@ -290,9 +303,10 @@ def compare(
     """
     after = None
     if found.losses:
-        params = {n: a for n, a in wanted.params.items() if n not in zero}
-        steps = len(found.losses)
-        after = update_errors({n: found.params[n] for n in params}, params, wanted.init, steps)
+        every = found.params, wanted.params, wanted.init
+        names = [n for n in wanted.params if n not in zero]
+        trained = ({n: _trained(n, of[n], zero) for n in names} for of in every)
+        after = update_errors(*trained, len(found.losses))
     errors = gradient_errors(found.gradients, wanted.gradients, zero)
     bounds = {name: gradient_tolerance(tolerance, rounding.get(name, 0.0)) for name in errors}
     _, name = worst({name: error / bounds[name] for name, error in errors.items()})

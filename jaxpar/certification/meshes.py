@@ -172,10 +172,11 @@ UNEQUAL = "pipeline=2,num_microbatches=4,layers_per_stage={},schedule=gpipe"
 OF_EXPERTS = (
     "expert=4,data=2,expert_dispatch=rows,expert_slack=0.3",
     "expert=4,tensor=2,expert_dispatch=tokens,expert_slack=0.3,num_microbatches=2",
-    "expert=2,tensor=2,expert_tensor=1",
+    "expert=2,tensor=2,expert_tensor=1,layer_loop=unroll,row_groups=2",
     "expert=2,sequence=4,context=ulysses",
-    "expert=2,pipeline=2,num_microbatches=4",
+    "expert=2,pipeline=2,virtual_stages=2,num_microbatches=4",
     "expert=2,replica=2,tensor=2,num_microbatches=2,layer_loop=scan",
+    "expert=2,pipeline=2,num_microbatches=4,tensor=2,schedule=zero_bubble,zero=1,layer_loop=unroll",
 )
 
 #: What to try in place of an option of a mesh that a config refuses, in this order. "": without it.
@@ -285,7 +286,8 @@ def _refused(cfg: Config, name: str, p: ParallelConfig, available: int) -> str:
         if (needed := num_devices(mesh)) > available:
             return f"needs {needed} devices, but there are {available}."
         stages, period = mesh.pipeline * mesh.virtual_stages, len(small_config.pattern(cfg.model))
-        if stages > 2 and stages * period > MOST_LAYERS:
+        most = MOST_LAYERS // 2 if experts_in(cfg.model) else MOST_LAYERS
+        if stages > 2 and stages * period > most:
             return f"needs {stages * period} layers, which take long to compile."
         on_mesh = dataclasses.replace(small_config.shrink(cfg, [mesh]), parallel=mesh)
         _require_same_loss(name, resolve(on_mesh, needed, explain=False))
@@ -294,5 +296,5 @@ def _refused(cfg: Config, name: str, p: ParallelConfig, available: int) -> str:
     return ""
 
 
-#: The most layers that stages may need.
+#: The most layers that stages may need, and half as many with experts, which take twice as long.
 MOST_LAYERS = 8

@@ -23,6 +23,8 @@ class CertifyOptions:
     pipeline=2,num_microbatches=4,virtual_stages=2,zero=1,context=ring. Empty: a selection that fits
     the devices. Fields of the parallel section of CONFIG apply to every mesh that does not set them
     itself, except for the axes."""
+    check: Annotated[tuple[str, ...], Written("NAME")] = ()
+    """Checks to run, such as tracing and meshes. Empty: all of them."""
     steps: Annotated[int, Range(0, MAX_STEPS, 3)] = 3
     """Optimizer steps. 0: gradients only."""
     full: bool = False

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from jaxpar.certification import distances, independent, traces
+from jaxpar.certification.meshes import num_devices
 from jaxpar.certification.results import Result, Subject
 from jaxpar.certification.traces import Arrays
 from jaxpar.certification.updates import (
@@ -31,7 +32,7 @@ from jaxpar.certification.updates import (
     update_program,
 )
 from jaxpar.components.experts import experts_in
-from jaxpar.config import Config, ConfigError, present, replace, value_of
+from jaxpar.config import Config, ConfigError, Model, present, replace, value_of
 from jaxpar.config.schema.optimizer import EmaConfig
 from jaxpar.model.parameters import trainable_specs
 from jaxpar.optimizer.blockwise import is_quantized
@@ -64,16 +65,50 @@ OF_COMPUTE = ("data=2,tensor=2", "data=2,expert=2", "data=2")
 OF_FLOAT8 = ("data=4,tensor=2", "data=4", "data=2,expert=2", "data=2")
 OF_SUMS = ("data=4", "data=2", "expert=2", "sequence=2")
 
-#: Half the distance of two bfloat16 numbers, relative to them.
-HALF_BFLOAT16 = 2.0**-9
+#: The largest error of rounding to bfloat16, of 8 bits, relative to the number; and its root mean
+#: square: errors are uniform up to half the distance of two numbers, and logarithms of numbers
+#: within a power of two, so that it is sqrt((1 - 1/4) / (2 ln 2) / 3) = 0.42 of the largest.
+EPS = 2.0**-8
+ROOT_MEAN_SQUARE = 0.42 * EPS
 
-#: Bound on the error of a gradient, by length: 25 roundings to bfloat16, on both sides together, in
-#: the sums of a few layers. Where a router chooses another expert for a few tokens, it is more, as
-#: in `conformance.py`.
-GRADIENT, OF_EXPERTS = 25 * HALF_BFLOAT16, 0.2
+#: Results that a layer rounds, one after another, from its input to its output: two norms, the
+#: products before and after attention, its two inside, two of the feed-forward, its hidden values,
+#: and the residual stream. A backward has as many.
+IN_LAYER = 10
 
-#: And by what rounding does to that gradient on one device, which where terms cancel is more, as in
-#: the gain of a norm: the two round differently, each in either direction, and some twice as much.
+
+def gradient_bound(m: Model) -> float:
+    """Return the least bound on the error of a gradient, by length, of two runs in bfloat16.
+
+    N results are rounded one after another between the embedding, the loss and a gradient. Their
+    errors are independent, so that their squares add up to N of a rounding, and to 2 N between two
+    runs that round differently.
+
+    A router then chooses another expert for a token where the k-th and the next of its E logits are
+    nearer than the error of their difference. Logits are distributed normally, with a density of at
+    most 0.4 E there, and the mean of that error is 1.13 (2 / sqrt(pi)) of a logit's, which is that
+    of the stream after half of the layers in the mean. In a gradient of the experts, one of k rows
+    of such a token is another, which is missing in one sum and is too many in the other.
+
+    Returns:  sqrt(2 N) roundings; with experts, and the root of the share of other rows.
+    """
+    layers = m.num_layers + m.mtp_depth
+    error = ROOT_MEAN_SQUARE * math.sqrt(2 * 2 * IN_LAYER * layers)
+    of_logits = ROOT_MEAN_SQUARE * math.sqrt(2 * IN_LAYER * layers / 2)
+    tokens = {of: 0.4 * of.num_experts * 1.13 * of_logits for of in experts_in(m)}
+    rows = max((2 * share / of.experts_per_token for of, share in tokens.items()), default=0.0)
+    return math.sqrt(error**2 + rows)
+
+
+def sum_bound(devices: int) -> float:
+    """Return the bound on the error of a sum over devices, by length: each of its terms, and of its
+    partial sums, is rounded once. Gradients of different tokens are no longer than their sum."""
+    return devices * EPS
+
+
+#: Where the terms of a gradient cancel, as in the gain of a norm, it is more: up to this many times
+#: what rounding does to it on one device. Each of two runs is as far from the exact one, in any
+#: direction, and in short arrays one may be twice as far as the other by chance.
 BESIDE = 3.0
 
 #: Bound on the distance of the mean ratio of lengths from 1.
@@ -163,18 +198,18 @@ def _gradients(subject: Subject, fields: Fields) -> Iterator[Result]:
     # What is gathered is rounded on a mesh alone, as the matmuls round it on one device.
     here = on(replace(rounded, **{"parallel.gather_dtype": "compute"}), ONE, len(subject.devices))
     exact = _trace(on(subject.small, ONE, len(subject.devices)), subject)
-    yield from _compared(
-        name, in_words(fields), subject, _trace(there, subject), _trace(here, subject), exact
-    )
+    found, wanted = _trace(there, subject), _trace(here, subject)
+    least = gradient_bound(subject.small.model)
+    yield from _compared(name, in_words(fields), subject, found, wanted, least, exact)
 
 
 def _sums(subject: Subject, fields: Fields) -> Iterator[Result]:
     """Compare gradients whose sums over devices are rounded with those of one device."""
     name, there = _first(replace(subject.small, **dict(fields)), OF_SUMS, subject.devices)
     here = on(subject.small, ONE, len(subject.devices))
-    yield from _compared(
-        name, in_words(fields), subject, _trace(there, subject), _trace(here, subject)
-    )
+    found, wanted = _trace(there, subject), _trace(here, subject)
+    least = sum_bound(num_devices(there.parallel))
+    yield from _compared(name, in_words(fields), subject, found, wanted, least)
 
 
 def _compared(
@@ -183,14 +218,14 @@ def _compared(
     subject: Subject,
     found: Arrays,
     wanted: Arrays,
+    least: float,
     exact: Arrays | None = None,
 ) -> Iterator[Result]:
-    """Args:     exact: what `wanted` is without rounding, if it rounds too."""
+    """Args:     least: bound. exact: what `wanted` is without rounding, if it rounds too."""
     zero = distances.zero_gradients(subject.small.model)
     length = lambda a: float(np.linalg.norm(a.astype(np.float64).ravel()))  # noqa: E731
     known = {n: a for n, a in wanted.items() if n not in zero and length(a) > 0}
     errors = {n: length(found[n] - a) / length(a) for n, a in known.items()}
-    least = OF_EXPERTS if experts_in(subject.small.model) else GRADIENT
     bounds = dict.fromkeys(known, least)
     if exact is not None:
         bounds |= {
@@ -247,7 +282,7 @@ def _replicas(subject: Subject, fields: Fields) -> Iterator[Result]:
         sent[name] += np.asarray(errors, np.float64).sum(axis=at)
     error = lambda n: np.linalg.norm(sent[n] - all_of[n]) / np.linalg.norm(all_of[n])  # noqa: E731
     far, name = distances.worst({n: float(error(n)) for n in all_of})
-    bound = 1e-5 if kept else 4 * HALF_BFLOAT16
+    bound = 1e-5 if kept else sum_bound(2)
     what = f"sums over replicas and what is kept, {in_words(fields)}"
     yield Result("rounding", "replica=2", what, far, bound, where=name)
 

@@ -4,20 +4,22 @@
 between the loss and the new weights is then an error at trace time, whatever the sizes.
 """
 
+import dataclasses
 import heapq
 import itertools
-import math
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 
-from jaxpar.certification import traces
-from jaxpar.certification.meshes import MOST_DEVICES
+from jaxpar.certification import small_config, traces
+from jaxpar.certification.meshes import MOST_DEVICES, num_devices
 from jaxpar.certification.results import Result, Subject
-from jaxpar.config import Config, default_of
+from jaxpar.components.experts import experts_in
+from jaxpar.config import Config, ConfigError, default_of
 from jaxpar.config.layout.fields import FIELDS
+from jaxpar.config.validate import resolve
 from jaxpar.prediction.layouts import legal_layouts, with_parallel
 from jaxpar.runtime.stages import stage
 from jaxpar.sharding.mesh import make_mesh
@@ -29,7 +31,7 @@ TRACING = "tracing"
 #: What is checked.
 TYPES = "types of the train step"
 
-#: The most meshes to trace, and CPU seconds to trace them in: one to four each.
+#: The most meshes to trace, and CPU seconds to trace them in: one to five each.
 MOST, MOST_SECONDS = 60, 120.0
 
 #: Options that `plan` keeps as they are, which change the program.
@@ -38,7 +40,8 @@ FURTHER = ("schedule", "layer_loop", "context", "expert_dispatch", "expert_tenso
 #: Values of FURTHER, and whether to list few layouts: each for the layouts of all its devices.
 VARIANTS: tuple[tuple[int, bool, dict[str, Any]], ...] = (
     (MOST_DEVICES // 2, False, {"layer_loop": "unroll", "expert_dispatch": "rows"}),
-    (MOST_DEVICES, True, {"layer_loop": "scan", "schedule": "zero_bubble", "context": "ring"}),
+    (MOST_DEVICES, True, {"layer_loop": "scan", "context": "ring"}),
+    (MOST_DEVICES // 2, True, {"layer_loop": "unroll", "schedule": "zero_bubble"}),
     (MOST_DEVICES, True, {"layer_loop": "unroll", "schedule": "gpipe", "context": "ulysses"}),
     (MOST_DEVICES, True, {"layer_loop": "scan", "expert_tensor": 1, "expert_dispatch": "tokens"}),
 )
@@ -54,11 +57,13 @@ def trace_layouts(subject: Subject) -> Iterator[Result]:
         yield Result(TRACING, "", TYPES, not_run="--mesh names the meshes")
         return
     with stage("listing layouts"):
-        layouts = list(_layouts(cfg, len(devices)))
+        stages = lambda one: one.parallel.pipeline * one.parallel.virtual_stages  # noqa: E731
+        layouts = sorted(_layouts(cfg, len(devices)), key=stages, reverse=True)
+        # Of those with the same options, the last one has the fewest layers.
         chosen, uncovered = covering({options_of(one): one for one in layouts}, MOST)
     done, failed, start = 0, False, time.process_time()
     with stage("tracing layouts") as tracing:
-        for on_mesh in chosen:
+        for on_mesh in map(with_fewest_layers, chosen):
             if time.process_time() - start > MOST_SECONDS:
                 break
             name = describe(on_mesh)
@@ -82,15 +87,21 @@ def _layouts(cfg: Config, available: int) -> Iterator[Config]:
     """Yield the layouts of the variants that a config has."""
     for number, few, values in VARIANTS:
         number = min(number, available)
-        values = {n: v for n, v in values.items() if n in FURTHER}
+        if not experts_in(cfg.model):
+            values = {n: v for n, v in values.items() if not n.startswith("expert")}
         fixed = {"remat": cfg.parallel.remat} if few else {}
         yield from legal_layouts(with_parallel(cfg, **values), number, fixed, coarse=few).configs
 
 
+#: Fields of which the type of a value depends only on whether they are 1.
+COUNTS = (*FIELDS[:6], "num_microbatches", "virtual_stages")
+
+
 def options_of(cfg: Config) -> Options:
-    """Return the options of a layout: what differs from one device without any of them."""
+    """Return the options of a layout: of sizes of axes and of counts, whether they are above 1."""
     p = cfg.parallel
     options = {name: getattr(p, name) for name in (*FIELDS, *FURTHER)}
+    options |= {name: options[name] > 1 for name in COUNTS}
     if p.sequence == 1:
         del options["context"]
     if p.pipeline == 1:
@@ -132,10 +143,26 @@ def covering[T](items: dict[Options, T], most: int) -> tuple[list[T], int]:
     return chosen, len(missing)
 
 
+def with_fewest_layers(cfg: Config) -> Config:
+    """Return a layout with one layer of each kind a stage, and two at least, which may differ."""
+    m, p = cfg.model, cfg.parallel
+    leading = [*dict.fromkeys(m.layers[: m.repetition.start])]
+    period = small_config.pattern(m)
+    for number in range(1, len(m.layers) // len(period)):
+        layers = [*leading, *period * number]
+        if len(layers) < max(2, p.pipeline * p.virtual_stages):
+            continue
+        try:
+            fewer = dataclasses.replace(cfg, model=m.with_layers(layers))
+            return resolve(fewer, num_devices(p), explain=False)
+        except ConfigError:
+            continue
+    return cfg
+
+
 def _error(cfg: Config, devices: Iterable[jax.Device]) -> str:
     """Trace the train step. Returns the first line of an error, "" without one."""
-    sizes = [getattr(cfg.parallel, axis) for axis in FIELDS[:6]]
-    mesh = make_mesh(cfg.parallel, list(devices)[: math.prod(sizes)])
+    mesh = make_mesh(cfg.parallel, list(devices)[: num_devices(cfg.parallel)])
     placed = lambda a, to: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=to)  # noqa: E731
     state = jax.tree.map(placed, abstract_state(cfg), state_shardings(cfg, mesh))
     batch = traces.shard_batch(traces.random_batch(cfg), cfg, mesh)

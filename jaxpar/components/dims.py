@@ -5,6 +5,7 @@ for a component to be checked against a mesh, and to be made small for `certify`
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -95,7 +96,8 @@ def _spreads(parallel: Any) -> bool:
     return parallel.expert_tensor == 1 and parallel.tensor > 1
 
 
-def dims_of(term: "Term", model: "Model", *, is_spread: bool = False) -> list[Dim]:
+@functools.lru_cache(1024)  # a plan asks for the same dims on thousands of meshes
+def dims_of(term: "Term", model: "Model", *, is_spread: bool = False) -> tuple[Dim, ...]:
     """Return the dims of a component's weights.
 
     Args:     is_spread: whether whole experts are spread over tensor ranks.
@@ -110,7 +112,7 @@ def dims_of(term: "Term", model: "Model", *, is_spread: bool = False) -> list[Di
         for i, (size, axis) in enumerate(zip(shapes[name], axes, strict=True)):
             fields = [path for path, of in grown.items() if _grows(of.get(name), i, size)]
             found.append(Dim(name, axis, size, tuple(fields)))
-    return found
+    return tuple(found)
 
 
 def _grows(weight: Weight | None, dim: int, size: int) -> bool:

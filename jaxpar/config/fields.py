@@ -58,6 +58,7 @@ def annotation_of(path: str) -> Any:
     return typing.get_type_hints(section, include_extras=True)[name]
 
 
+@functools.cache
 def range_of(path: str) -> Range | Reals | None:
     """Return the range that a field declares."""
     return declared_range(annotation_of(path))

@@ -24,7 +24,7 @@ def test_it_is_in_the_folder_of_the_run_or_where_it_is_asked_for(
     results, code, monkeypatch, capsys
 ):
     subjects = []
-    monkeypatch.setattr(command, "run_checks", lambda s: subjects.append(s) or iter([results]))
+    monkeypatch.setattr(command, "run_checks", lambda s, _: subjects.append(s) or iter([results]))
     assert call("certify", ["quickstart", "--mesh", "data=2"]) == code
     file = Path("runs/quickstart/certificate.json")
     one, asked = read_certificate(file), subjects[0].asked

@@ -63,6 +63,12 @@ def test_meshes_agree(capsys):
     assert re.search(r"^(\d+) of \1 comparisons agree$", shown, re.MULTILINE)
 
 
+def test_checks_that_are_left_out_are_named(capsys):
+    assert call("certify", [*TINY, "--mesh", "data=2", "--check", "text"]) == 0
+    shown = capsys.readouterr().out
+    assert "not run: meshes: every comparison: --check leaves it out" in shown
+
+
 def test_what_cannot_run_is_named():
     cfg = small_config.float32(load_config("quickstart"))
     meshes = verification_meshes.parse_meshes(["data=2", "data=4,tensor=4"], cfg.parallel)
@@ -210,6 +216,7 @@ def test_a_mesh_may_set_a_float():
         ),
         (["llama3_8b", "--full", "--mesh", "data=2"], "8030261248.*leave out --full"),
         (["quickstart", "--tolerance", "2"], "must be between 0 and 1"),
+        (["quickstart", "--check", "meshs"], "must be one of tracing, .* use --check meshes"),
         (["quickstart", "--steps", "-1"], "must not be negative"),
         (["quickstart", "--steps", "few"], "--steps = 'few': must be a whole number"),
         (

@@ -5,14 +5,23 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxpar.certification import distances, failures, traces, tracing
+from jaxpar.certification import comparison, distances, failures, small_config, traces, tracing
 from jaxpar.certification.distances import further_results
-from jaxpar.certification.meshes import MOST_DEVICES, default_meshes, own_mesh, simpler
+from jaxpar.certification.meshes import (
+    MOST_DEVICES,
+    default_meshes,
+    num_devices,
+    own_mesh,
+    simpler,
+)
 from jaxpar.certification.results import Result, Subject
 from jaxpar.certification.traces import TrainingTrace
 from jaxpar.config import ParallelConfig, replace
+from jaxpar.config.config_file import load_config
+from jaxpar.config.remat_policies import REMAT_POLICIES
 from jaxpar.config.validate import resolve
 from jaxpar.model.parameters import specs_of
+from tests.tiny import STATE as STATE_OF_STAGES
 from tests.tiny import TINY
 
 WEIGHT = np.linspace(0.5, 1.5, 8, dtype=np.float32).reshape(2, 4)
@@ -114,6 +123,20 @@ def test_an_array_that_is_missing_fails():
     assert wrong.what == "moving average after 1 steps"
 
 
+NUMBER = "layers/layer_scale"
+
+
+@pytest.mark.parametrize(
+    ("zero", "row", "error"),
+    [({NUMBER + distances.LAST}, 1, 0.0), ({NUMBER + distances.LAST}, 0, 1.0), ((), 1, 0.5)],
+)
+def test_the_last_row_is_left_out_if_its_gradient_is_0(zero, row, error):
+    start, right = {NUMBER: np.ones((2, 1))}, {f"params/{NUMBER}": np.full((2, 1), 0.5)}
+    found = {name: a + np.eye(2)[row, :, None] / 2 for name, a in right.items()}
+    errors = distances.state_errors(found, right, start, 1, zero)
+    assert errors["weights"][NUMBER] == pytest.approx(error, abs=1e-6)
+
+
 def test_storing_in_float32_is_no_error_and_more_is():
     start, wanted = np.ones(4, np.float32), np.full(4, 1 + 1e-6)
     found = wanted.astype(np.float32)
@@ -181,3 +204,39 @@ def test_chosen_layouts_have_every_pair_of_options():
     assert missing == 0 and len(chosen) <= 9
     _, missing = tracing.covering(every, 2)
     assert missing == 27 - 6
+
+
+def test_meshes_after_the_limit_are_listed(monkeypatch):
+    monkeypatch.setattr(comparison, "Comparing", lambda of: None)
+    monkeypatch.setattr(comparison, "MOST_SECONDS", -1.0)
+    subject = Subject(TINY, TINY, {"data=2": TINY, "tensor=2": TINY}, {}, [], 0, 1e-5)
+    found = [*comparison.compare_meshes(subject)]
+    assert [one.mesh for one in found if "CPU seconds" in one.not_run] == ["data=2", "tensor=2"]
+
+
+def test_layouts_of_a_dense_model_have_its_options():
+    cfg = replace(TINY, **STATE_OF_STAGES)
+    options = {pair for one in tracing._layouts(cfg, 4) for pair in tracing.options_of(one)}
+    several = {(name, True) for name in tracing.COUNTS if name != "expert"}
+    assert several | {("zero", 2), ("row_groups", 2)} <= options
+    assert {("schedule", name) for name in ("1f1b", "gpipe", "zero_bubble")} <= options
+    assert {("remat", remat) for remat in REMAT_POLICIES} <= options
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "layers"),
+    [
+        ("llama3_8b", {"data": 4}, 2),
+        ("llama3_8b", {"pipeline": 4}, 4),
+        ("deepseek_v3", {"expert": 2}, 2),
+        ("qwen3_next_80b_a3b", {"pipeline": 2, "expert": 2}, 4),
+    ],
+)
+def test_layouts_are_traced_with_few_layers(name, mesh, layers):
+    cfg = small_config.float32(load_config(name))
+    meshes, _ = default_meshes(cfg, MOST_DEVICES)
+    small = small_config.shrink(cfg, list(meshes.values()))
+    one = dataclasses.replace(small, parallel=ParallelConfig(**{"data": 1} | mesh))
+    few = tracing.with_fewest_layers(resolve(one, num_devices(one.parallel)))
+    assert few.model.num_layers == layers
+    assert {*few.model.layers} == {*small.model.layers}

@@ -32,7 +32,7 @@ def split_sizes(model: Model, p: ParallelConfig) -> Iterator[tuple[str, int, tup
     yield "model.d_model", model.d_model, fields("embed")
     for layer in dict.fromkeys(model.layers):
         for role, term in (("mixer", layer.mixer), ("feed_forward", layer.feed_forward)):
-            dims = dims_of(term, model, is_spread=spreads_experts(p)) if term else []
+            dims = dims_of(term, model, is_spread=spreads_experts(p)) if term else ()
             sizes = {dim.size: dim.fields or (dim.weight,) for dim in dims if dim.axis == "mlp"}
             for size, made_by in sizes.items():
                 address = f"model.{layer.name}.{role}."
