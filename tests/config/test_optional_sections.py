@@ -12,6 +12,7 @@ from jaxpar.config.command_line import parse_overrides, read_config
 from jaxpar.config.config_file import load_config
 from jaxpar.config.explain import fixes_of, options_in
 from jaxpar.config.fields import is_required, leaf_paths, optional_sections, switch_of
+from jaxpar.config.listed import written
 from jaxpar.config.serialize import from_json, to_json
 from jaxpar.config.values import to_values
 from jaxpar.tools.planning.fields import changes
@@ -28,7 +29,7 @@ REQUIRED = [path for path in leaf_paths() if is_required(path)]
 
 
 def words(fields: dict) -> list[str]:
-    return [word for path, value in fields.items() for word in (flag(path), str(value))]
+    return [word for path, value in fields.items() for word in (flag(path), written(value))]
 
 
 def nested(section: str, value: dict | None) -> dict:
@@ -151,7 +152,8 @@ def test_what_a_checkpoint_has_of_it(section):
     fields = [path for path in leaf_paths() if path.startswith(f"{section}.")]
     assert by_path(to_values(on))[switch] == value and by_path(to_values(BASE))[switch] is None
     assert not changed_fields(on, saved(on)) and not changed_fields(BASE, saved(BASE))
-    values = {path: value_of(on, path) for path in fields if value_of(on, path) is not None}
+    written_of = by_path(to_values(on))
+    values = {path: written_of[path] for path in fields if written_of[path] is not None}
     assert changed_fields(on, saved(BASE)) == {path: (None, v) for path, v in values.items()}
     assert changed_fields(BASE, saved(on)) == {path: (v, None) for path, v in values.items()}
     older = dataclasses.replace(saved(BASE), config=without(to_values(BASE), section))
