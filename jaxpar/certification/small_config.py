@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxpar.components.dims import SmallSizes
-from jaxpar.components.experts import experts_in
+from jaxpar.components.experts import d_ff, experts_in, head_dim
 from jaxpar.components.model import Layer
-from jaxpar.components.sizes import d_ff, head_dim
 from jaxpar.config import Config, ConfigError, Model, ParallelConfig, replace, value_of
 from jaxpar.config.layout.layer_split import layers_per_chunk
 from jaxpar.config.lists.lora_targets import least_side

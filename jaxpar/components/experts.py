@@ -159,3 +159,17 @@ def stacks_of_experts(model: Model) -> tuple[str, ...]:
 def num_experts(model: Model) -> int:
     """Return the number of experts of a layer, or a divisor of all if they differ; 0 without."""
     return math.gcd(*(of.num_experts for of in experts_in(model)))
+
+
+def d_ff(model: Model) -> int:
+    """Return the width of the first experts of a model, or feed-forward; of none, `d_model`."""
+    forwards = [layer.feed_forward for layer in model.distinct]
+    widths = [of.expert.d_ff for of in forwards if isinstance(of, Experts)]
+    widths += [of.d_ff for of in forwards if isinstance(of, Glu)]
+    return widths[0] if widths else model.d_model
+
+
+def head_dim(model: Model) -> int:
+    """Return the width of a key of the first softmax attention of a model; without, `d_model`."""
+    heads = (layer.mixer and layer.mixer.attention_heads for layer in model.distinct)
+    return next((of.key_dim for of in heads if of), model.d_model)

@@ -20,8 +20,8 @@ import math
 from typing import Any
 
 from jaxpar.components.attention import Attention
+from jaxpar.components.experts import d_ff, head_dim
 from jaxpar.components.model import Layer
-from jaxpar.components.sizes import d_ff, head_dim
 from jaxpar.config import Model, MupConfig
 from jaxpar.sharding.params import ParamSpec
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jaxpar.components.sizes import d_ff, head_dim
+from jaxpar.components.experts import d_ff, head_dim
 from jaxpar.config import Config, default_of, flag, require, value_of
 from jaxpar.config.fields import refused
 from jaxpar.config.layers import addressed
