@@ -38,8 +38,9 @@ class MultiToken(Objective):
         return total, jnp.stack(losses)
 
     def report(self, mean: jax.Array) -> dict[str, jax.Array]:
-        more = {"mtp_loss": jnp.mean(mean[1:])} if mean.ndim else {}
-        return {"loss": mean[0] if mean.ndim else mean} | more
+        if not mean.ndim:  # of an evaluation
+            return {"loss": mean}
+        return {"loss": mean[0], "mtp_loss": jnp.mean(mean[1:])}
 
 
 class OwnLoss(Objective):
