@@ -172,7 +172,7 @@ def objective_of(cfg: "Config") -> Objective:
     if isinstance(found := objective_in(cfg), Objective):
         return found
     if isinstance(cfg.train.loss, Loss):
-        return OwnLoss(loss=cfg.train.loss)
+        return OwnLoss.of(cfg.train.loss)
     if cfg.train.loss is not None:
         raise unknown_code("train.loss", cfg.train.loss)
     return MultiToken() if cfg.model.mtp_depth else CrossEntropy()

@@ -38,8 +38,9 @@ class MultiToken(Objective):
         return total, jnp.stack(losses)
 
     def report(self, mean: jax.Array) -> dict[str, jax.Array]:
-        more = {"mtp_loss": jnp.mean(mean[1:])} if mean.ndim else {}
-        return {"loss": mean[0] if mean.ndim else mean} | more
+        if not mean.ndim:  # of an evaluation
+            return {"loss": mean}
+        return {"loss": mean[0], "mtp_loss": jnp.mean(mean[1:])}
 
 
 class OwnLoss(Objective):
@@ -47,15 +48,18 @@ class OwnLoss(Objective):
 
     loss: Loss
 
+    @classmethod
+    def of(cls, loss: Loss) -> "OwnLoss":
+        """Return the mean of a loss. Raises:   ConfigError for a metric named as another one."""
+        if there := sorted(METRICS.keys() & own_loss.metric_names(loss)):
+            rule, fix = "returns a metric of this name, which is another's", f'use "{there[0]}_2"'
+            raise ConfigError(f"train.loss: {type(loss).__name__}.metrics", there[0], rule, fix)
+        return cls(loss=loss)
+
     @functools.cached_property
     def metrics(self) -> dict[str, Metric]:  # type: ignore[override]
-        """The metrics of the loss. Raises:   ConfigError for the name of another one."""
         meaning = f"a metric of train.loss, {type(self.loss).__name__}, averaged like the loss"
         names = own_loss.metric_names(self.loss)
-        if there := sorted(METRICS.keys() & names):
-            rule, fix = "returns a metric of this name, which is another's", f'use "{there[0]}_2"'
-            where = f"train.loss: {type(self.loss).__name__}.metrics"
-            raise ConfigError(where, there[0], rule, fix)
         return {name: Metric("training", "", meaning) for name in names}
 
     def head(self, top: Tree, x: jax.Array, mb: Batch, h: Head) -> Sums:
