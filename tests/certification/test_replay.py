@@ -213,6 +213,6 @@ def test_no_array_is_read_before_the_devices_are_started(run, monkeypatch):
         raise Started
 
     monkeypatch.setattr(replay.runtime, "start", start)
-    monkeypatch.setattr(replay.checkpoint, "require_whole", lambda *_: pytest.fail("an array"))
+    monkeypatch.setattr(replay, "require_whole", lambda *_: pytest.fail("an array"))
     with pytest.raises(Started):
         replay.replay(replay.ReplayOptions(run=str(run), step=25))
