@@ -7,6 +7,7 @@ mean of the ratios of norms one of 1%.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import NormalDist
 from typing import Any
 
 import flax.traverse_util
@@ -31,7 +32,7 @@ from jaxpar.certification.updates import (
     random_gradients,
     update_program,
 )
-from jaxpar.components.experts import experts_in
+from jaxpar.components.experts import Experts, experts_in
 from jaxpar.config import Config, ConfigError, Model, present, replace, value_of
 from jaxpar.config.schema.optimizer import EmaConfig
 from jaxpar.model.parameters import trainable_specs
@@ -82,22 +83,33 @@ def gradient_bound(m: Model) -> float:
 
     N results are rounded one after another between the embedding, the loss and a gradient. Their
     errors are independent, so that their squares add up to N of a rounding, and to 2 N between two
-    runs that round differently.
+    runs that round differently. Routers have the stream after half of the layers, in the mean.
 
-    A router then chooses another expert for a token where the k-th and the next of its E logits are
-    nearer than the error of their difference. Logits are distributed normally, with a density of at
-    most 0.4 E there, and the mean of that error is 1.13 (2 / sqrt(pi)) of a logit's, which is that
-    of the stream after half of the layers in the mean. In a gradient of the experts, one of k rows
-    of such a token is another, which is missing in one sum and is too many in the other.
-
-    Returns:  sqrt(2 N) roundings; with experts, and the root of the share of other rows.
+    Returns:  sqrt(2 N) roundings; with experts, with the root of the share of `other_rows`.
     """
     layers = m.num_layers + m.mtp_depth
     error = ROOT_MEAN_SQUARE * math.sqrt(2 * 2 * IN_LAYER * layers)
-    of_logits = ROOT_MEAN_SQUARE * math.sqrt(2 * IN_LAYER * layers / 2)
-    tokens = {of: 0.4 * of.num_experts * 1.13 * of_logits for of in experts_in(m)}
-    rows = max((2 * share / of.experts_per_token for of, share in tokens.items()), default=0.0)
-    return math.sqrt(error**2 + rows)
+    of_logits = ROOT_MEAN_SQUARE * math.sqrt(IN_LAYER * layers / 2)
+    rows = (other_rows(of, of_logits) for of in experts_in(m))
+    return math.sqrt(error**2 + max(rows, default=0.0))
+
+
+def other_rows(of: Experts, error: float) -> float:
+    """Return the share of an expert's rows that two runs do not have in common.
+
+    A token has another expert where the k-th and the next of its E logits change places. Logits are
+    distributed normally, with a density E p at the k-th, and the distance of two changes by twice
+    their error between two runs, by 2 / sqrt(2 pi) of it in the mean towards each other. Each such
+    row is missing in one gradient, and another is too many.
+
+    Args:     error: of logits, relative to their deviation, in each run.
+    """
+    share, normal = of.experts_per_token / of.num_experts, NormalDist()
+    if share == 1:
+        return 0.0
+    near = of.num_experts * normal.pdf(normal.inv_cdf(1 - share))
+    changed = near * 2 * error * normal.pdf(0)
+    return 2 * changed / of.experts_per_token
 
 
 def sum_bound(devices: int) -> float:

@@ -22,7 +22,7 @@ from jaxpar.certification import (
 from jaxpar.certification.meshes import parse_meshes, resolve_meshes
 from jaxpar.certification.results import Check, Result, Subject
 from jaxpar.checkpoint.loading import restore
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import Config, ConfigError, Experts, Glu, replace
 from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.schema.items import StepShare
 from jaxpar.data import packing, shuffle
@@ -259,6 +259,26 @@ def test_what_a_config_rounds():
     assert any("nu in bfloat16" in result.what for result in found)
     (none,) = run(rounding.rounding, subject())
     assert none.not_run
+
+
+def test_errors_of_rounding_are_as_they_are_derived():
+    numbers = 2 ** np.random.default_rng(0).uniform(0, 8, 100_000)
+    errors = numbers.astype(jnp.bfloat16).astype(np.float64) / numbers - 1
+    assert 0.99 * rounding.EPS < np.abs(errors).max() < rounding.EPS
+    assert np.sqrt(np.mean(errors**2)) == pytest.approx(rounding.ROOT_MEAN_SQUARE, rel=0.02)
+
+
+@pytest.mark.parametrize(("num_experts", "per_token"), [(8, 2), (16, 4), (64, 8)])
+def test_rows_that_change_experts_are_as_they_are_derived(num_experts, per_token):
+    rng, error = np.random.default_rng(0), 0.01
+    logits = rng.standard_normal((20_000, num_experts))
+    chosen = []
+    for _ in range(2):
+        here = logits + error * rng.standard_normal(logits.shape)
+        chosen.append(here >= np.sort(here)[:, -per_token, None])
+    changed = np.mean(chosen[0] != chosen[1]) * num_experts / per_token
+    experts = Experts(expert=Glu(8), num_experts=num_experts, experts_per_token=per_token)
+    assert changed == pytest.approx(rounding.other_rows(experts, error), rel=0.15)
 
 
 def test_sums_in_bfloat16_that_divide_are_found(monkeypatch):
