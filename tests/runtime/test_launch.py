@@ -36,7 +36,7 @@ from jaxpar.runtime.processes.hosts.trainers import (
 )
 from jaxpar.runtime.processes.launch_options import LaunchOptions
 from jaxpar.runtime.processes.sources import LAUNCHED, NUM_HOSTS
-from jaxpar.training import loop, start
+from jaxpar.training import start
 from tests.ranks import alive, wait_for
 from tests.runtime.hosts.simulated import Clock, Process, checkpoint, words_of
 
@@ -138,7 +138,7 @@ def test_a_checkpoint_that_has_come_meanwhile_ends_with_code_1(tmp_path, monkeyp
     """And the lock is free again, for the next start."""
     cfg = replace(Config(), **{"run.dir": str(tmp_path)})
     run: Any = SimpleNamespace(cfg=cfg, dir=tmp_path, on_disk=None)
-    monkeypatch.setattr(loop.checkpoint, "starting_step", lambda _: 7)
+    monkeypatch.setattr(start, "starting_step", lambda _: 7)
     with pytest.raises(exit_codes.RunError, match="has a new checkpoint from a run that has"):
         start.opened(run, []).__enter__()
     RunLock(tmp_path, 0).release()
