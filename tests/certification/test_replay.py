@@ -82,6 +82,7 @@ def change(run: Path, number: int, loss: float) -> None:
     (run / RECENT_FILE).write_text("".join(json.dumps(record) + "\n" for record in lines))
 
 
+@pytest.mark.slow
 def test_verdicts(run, again, capsys, monkeypatch):
     assert again(25) == "nothing wrong: the step repeats bit for bit"
     told = capsys.readouterr().out
@@ -213,6 +214,6 @@ def test_no_array_is_read_before_the_devices_are_started(run, monkeypatch):
         raise Started
 
     monkeypatch.setattr(replay.runtime, "start", start)
-    monkeypatch.setattr(replay.checkpoint, "require_whole", lambda *_: pytest.fail("an array"))
+    monkeypatch.setattr(replay, "require_whole", lambda *_: pytest.fail("an array"))
     with pytest.raises(Started):
         replay.replay(replay.ReplayOptions(run=str(run), step=25))
