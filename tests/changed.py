@@ -89,15 +89,19 @@ def found(names: Iterable[str]) -> set[str]:
 
 
 @functools.cache
+def nodes_of(module: str) -> list[ast.AST]:
+    """What a module's code names others by; of a package, without its tables of names."""
+    tables = ("_MODULES", "__all__", "TYPE_CHECKING") if module in lazy() else ()
+    tops = [n for n in tree_of(module).body if not any(word in ast.unparse(n) for word in tables)]
+    kinds = {ast.Import, ast.ImportFrom, ast.Constant, ast.Call, ast.Attribute, ast.arg}
+    return [node for top in tops for node in ast.walk(top) if type(node) in kinds]
+
+
+@functools.cache
 def imported(module: str) -> frozenset[str]:
     """The modules on which a module depends directly, without fixtures."""
     package = module if modules()[module].name == "__init__.py" else module.rpartition(".")[0]
-    nodes = tree_of(module).body if module in lazy() else [tree_of(module)]
-    tables = ("_MODULES", "__all__", "TYPE_CHECKING") if module in lazy() else ()
-    tops = [n for n in tree_of(module).body if not any(word in ast.unparse(n) for word in tables)]
-    kinds = ast.Import | ast.ImportFrom | ast.Constant | ast.Call | ast.Attribute
-    nodes = (node for top in tops for node in ast.walk(top) if isinstance(node, kinds))
-    names = {name for node in nodes for name in imports(node, package)}
+    names = {name for node in nodes_of(module) for name in imports(node, package)}
     return frozenset(found(names) - {module})
 
 
@@ -133,12 +137,9 @@ def fixtures() -> dict[str, frozenset[str]]:
 @functools.cache
 def depends(module: str) -> frozenset[str]:
     """All modules on which a module depends, itself included."""
-    direct, named = set[str](), ast.arg | ast.Constant
+    direct = set[str]()
     if module.rpartition(".")[2].startswith("test_"):
-        nodes = ast.walk(tree_of(module))
-        taken = (
-            getattr(n, "arg", getattr(n, "value", None)) for n in nodes if isinstance(n, named)
-        )
+        taken = (getattr(n, "arg", getattr(n, "value", None)) for n in nodes_of(module))
         words = {word for word in taken if isinstance(word, str)}
         direct = set().union(*(fixtures()[word] for word in words & fixtures().keys()))
     seen, left = set[str](), {module, *direct}

@@ -14,86 +14,19 @@ import platform
 import re
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 NUM_CPU_DEVICES = 16
 
-#: The files that take longest: from 20 CPU seconds to 4 (`-p tests.cpu_seconds`).
-LONGEST = (
-    "step/test_memory_gpu.py",  # of a GPU: up to 100 s a test
-    "meshes/test_meshes.py",
-    "convert/test_goldens.py",
-    "e2e/test_processes.py",
-    "meshes/test_experts.py",
-    "e2e/test_train.py",
-    "meshes/test_recurrent_layers.py",
-    "functional/test_plain.py",
-    "meshes/test_layer_metrics.py",
-    "meshes/test_diloco.py",
-    "inference/test_generation.py",
-    "kernels/test_elementwise_hopper.py",
-    "execution/test_remat.py",
-    "meshes/test_unequal_stages.py",
-    "certification/test_certify.py",
-    "optimizer/test_moments.py",
-    "meshes/test_own_code.py",
-    "kernels/test_grouped_matmul_interpreted.py",
-    "meshes/test_float8.py",
-    "kernels/test_grouped_matmul.py",
-    "kernels/test_float8.py",
-    "training/test_callbacks.py",
-    "checkpoint/test_checkpoint.py",
-    "parallel/test_pipeline_branches.py",
-    "step/test_host_masters.py",
-    "meshes/test_float8_recurrences.py",
-    "training/test_guards.py",
-    "api/test_python_api.py",
-    "training/test_experts_selftest.py",
-    "step/test_same_program.py",
-    "checkpoint/test_damage.py",
-    "inference/test_speculative.py",
-    "runtime/test_peers.py",
-    "training/test_step_sizes.py",
-    "meshes/test_recorded_routing.py",
-    "inference/test_evaluate.py",
-    "kernels/test_hopper_interpreted.py",
-    "model/test_experts.py",
-    "memory_checkpoint/test_pieces.py",
-    "training/test_diloco.py",
-    "optimizer/test_blockwise.py",
-    "meshes/test_lora.py",
-    "kernels/test_recurrence.py",
-    "model/test_recurrent.py",
-    "tools/planning/test_plan.py",
-    "training/test_evaluation.py",
-    "stores/test_hosts.py",
-    "parallel/test_collectives.py",
-    "certification/test_replay.py",
-    "meshes/test_expert_metrics.py",
-    "kernels/test_hopper_lowering.py",
-    "convert/test_peft.py",
-    "optimizer/test_muon.py",
-    "optimizer/test_moving_average.py",
-    "meshes/test_qk_clip.py",
-    "convert/test_deepseek_families.py",
-    "model/test_loss.py",
-    "checkpoint/test_failures.py",
-    "optimizer/test_loss_scale.py",
-    "sharding/test_initial_values.py",
-    "step/test_memory.py",
-    "functional/test_sharded.py",
-    "meshes/test_expert_rows.py",
-    "bench/test_profiled.py",
-    "convert/test_hostile_models.py",
-    "meshes/test_norms.py",
-    "meta/test_changed.py",
-    "meshes/test_mtp.py",
-    "doctor/test_measuring.py",
-    "kernels/test_triton_interpreted.py",
-    "stores/test_data.py",
-)
+#: A file of a GPU, with tests of up to 100 s.
+LONGEST = "test_memory_gpu.py"
+
+#: Examples of a test of properties, and in a run with the slow tests.
+EXAMPLES, MORE_EXAMPLES = 25, 200
 
 
 def wants_gpu(config: pytest.Config) -> bool:
@@ -118,6 +51,11 @@ def pytest_configure(config: pytest.Config) -> None:
     keep_memory(starts_workers)
     if starts_workers:
         return  # pytest-xdist's workers have the tests, and start when this process is ready
+    slow = not re.search(r"not slow\b", config.getoption("markexpr"))
+    settings.register_profile(
+        "jaxpar", max_examples=MORE_EXAMPLES if slow else EXAMPLES, deadline=None
+    )
+    settings.load_profile("jaxpar")
     if wants_gpu(config):
         from jaxpar.execution.xla_flag_table import ALWAYS
         from jaxpar.runtime.gpus.visible import visible_gpus
@@ -274,9 +212,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first, for which all would wait."""
-    place = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get("/".join(item.path.parts[-2:]), len(place)))
+    """Put the longest files first, for which all would wait: those with most slow tests."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: (item.path.name != LONGEST, -slow[item.path]))
 
 
 def with_quick_weights():

@@ -4,7 +4,8 @@
 
 The seconds are of the test's process, all its threads, and of the programs that it started and
 that have ended: another load of the machine changes them little. The first test that uses a fixture
-or compiles a program pays for it. With pytest-xdist, each worker's tests are in the same table.
+or compiles a program pays for it. With pytest-xdist, each worker's tests are in the same table;
+with --junitxml, the seconds are a property of each test.
 """
 
 import resource
@@ -20,7 +21,7 @@ PROPERTY = "cpu_seconds"
 
 SECONDS: Counter[str] = Counter()
 
-#: Seconds at the end of the phase before.
+#: Seconds at the end of the test before.
 LAST = pytest.StashKey[float]()
 
 
@@ -32,11 +33,12 @@ def cpu_seconds() -> float:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo):
-    """Give each phase's report the seconds since the phase before."""
+    """Give each phase's report the seconds since the test before: the last one has them all."""
     report = yield
     now = cpu_seconds()
-    before, item.config.stash[LAST] = item.config.stash.get(LAST, now), now
-    report.user_properties.append((PROPERTY, now - before))
+    report.user_properties.append((PROPERTY, now - item.config.stash.setdefault(LAST, now)))
+    if call.when == "teardown":
+        item.config.stash[LAST] = now
     return report
 
 
@@ -46,8 +48,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Add up a test's phases."""
-    SECONDS[report.nodeid] += dict(report.user_properties).get(PROPERTY, 0.0)
+    """Keep the seconds of a test so far."""
+    SECONDS[report.nodeid] = dict(report.user_properties).get(PROPERTY, 0.0)
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

@@ -105,11 +105,6 @@ def test_the_page_runs_as_written(smaller, write_config, dataset, tmp_path):
     assert lines[-1].startswith("['embed', 'final_norm', ")
 
 
-def test_the_first_code_has_ten_lines():
-    first, *more = BLOCK.findall(PAGE.read_text("utf-8"))
-    assert len(first.splitlines()) == 10 and len(more) == 4
-
-
 def test_the_page_names_all_that_there_is():
     page = PAGE.read_text("utf-8")
     public = [name for name in vars(Trainer) if not name.startswith("_")]
@@ -129,6 +124,7 @@ def trainer_of(config_file, only_devices):
         yield lambda **fields: Trainer(jaxpar.load_config(config_file, fields))
 
 
+@pytest.mark.slow  # quicker: extend/test_docs.py
 def test_steps_by_hand_are_those_of_the_loop(trainer_of):
     """The same losses; a state that is saved is loaded bit by bit, and goes on in the loop."""
     fields = {"train.num_steps": 6, "evaluation.every": 3, "checkpoint.every": 2}
@@ -274,6 +270,7 @@ def test_train_within_a_callback_is_refused_once(trainer_of, capsys):
     assert not Path("never").exists()
 
 
+@pytest.mark.slow
 def test_two_trainers_train_in_two_threads(config_file, only_devices, tmp_path):
     """As alone. (One device each: on CPUs, collectives of two programs can wait for each other.)"""
     fields = {"train.num_steps": 3, "evaluation.every": 0, "checkpoint.every": 0}

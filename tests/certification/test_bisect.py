@@ -80,6 +80,7 @@ def test_runs_that_agree(found, train, capsys):
     assert "cause       none: the same bits up to step 4\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_batch(found, train, capsys, a, tmp_path):
     b = train(change=lambda run: write_skipped(run, SkippedBatches(((3, 1),), 0)))
     result = found(b)
@@ -104,6 +105,7 @@ def test_a_dtype(found, train):
     assert outside.forward["head"] > 1e-4
 
 
+@pytest.mark.slow
 def test_a_weight_changed_by_a_unit_in_the_last_place(found, a, tmp_path, only_devices):
     run = tmp_path / "run"
     shutil.copytree(a, run)
@@ -135,6 +137,7 @@ def test_a_weight_changed_by_a_unit_in_the_last_place(found, a, tmp_path, only_d
     assert any("is not the state that its steps give" in note for note in result.notes)
 
 
+@pytest.mark.slow
 def test_a_flag(found, train, monkeypatch):
     name, value = "xla_cpu_enable_fast_math", "true"
     compile_ = jax.stages.Lowered.compile

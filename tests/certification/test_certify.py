@@ -42,6 +42,7 @@ TINY = ["quickstart", "--model.num-layers", "2", "--model.vocab-size", "32"]
 pytestmark = pytest.mark.usefixtures("quick_compile", "devices")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words", [["--parallel.replica-reduction", "int8"], ["--diloco.every", "4"]]
 )
@@ -128,6 +129,7 @@ def test_rounding_raises_a_tolerance_within_limits(rounding, allowed):
     assert distances.gradient_tolerance(1e-5, rounding) == pytest.approx(allowed)
 
 
+@pytest.mark.slow
 def test_gradients_of_twice_the_size_fail(capsys, monkeypatch):
     """Adam with the config's eps would not know."""
     clip = train_step.clip

@@ -162,6 +162,7 @@ def test_data_order():
     assert {*MESHES} <= {result.mesh for result in found}
 
 
+@pytest.mark.slow
 def test_faults_of_data_are_found(monkeypatch):
     of = subject(("sequence=2",))
     with monkeypatch.context() as patched:
@@ -215,6 +216,7 @@ def test_moments_that_are_not_restored_are_found(monkeypatch):
 # ------------------------------------------------------------------------------------------ text
 
 
+@pytest.mark.slow
 def test_text():
     found = run(text.text, subject())
     assert all(result.passed and not result.not_run for result in found)
@@ -249,6 +251,7 @@ def test_rows_that_share_random_numbers_are_found(monkeypatch):
 # -------------------------------------------------------------------------------------- rounding
 
 
+@pytest.mark.slow
 def test_what_a_config_rounds():
     of = subject()
     fields = {"parallel.grad_reduce": "bfloat16", "optimizer.second_moment_dtype": "bfloat16"}
@@ -289,6 +292,7 @@ def test_sums_in_bfloat16_that_divide_are_found(monkeypatch):
     assert wrong(rounding.rounding, of)
 
 
+@pytest.mark.slow
 def test_rounding_that_truncates_is_found(monkeypatch):
     of = subject()
     fields = {"optimizer.second_moment_dtype": "bfloat16"}

@@ -164,6 +164,7 @@ def test_the_backward_is_searched_from_the_head_to_the_embedding():
     assert order[1:3] == [("layers/wk", 1), ("layers/wq", 1)]
 
 
+@pytest.mark.slow
 def test_the_forward_is_searched_from_the_first_layer_on(quick_compile, devices):
     cfg = replace(TINY, **{"parallel.data": 2})
     subject = Subject(cfg, cfg, {}, {}, devices[:2], 0, 1e-5)

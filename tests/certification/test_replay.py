@@ -82,6 +82,7 @@ def change(run: Path, number: int, loss: float) -> None:
     (run / RECENT_FILE).write_text("".join(json.dumps(record) + "\n" for record in lines))
 
 
+@pytest.mark.slow
 def test_verdicts(run, again, capsys, monkeypatch):
     assert again(25) == "nothing wrong: the step repeats bit for bit"
     told = capsys.readouterr().out

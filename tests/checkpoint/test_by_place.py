@@ -115,6 +115,7 @@ def test_layers_with_other_names_keep_their_arrays(setup, capfd, layers, before,
     assert f"places     layers {which}: block -> local, 9 weights each\n" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["adamw", *map(slow, ("muon", "adafactor", "lion"))])
 def test_a_checkpoint_of_the_new_layers_is_read_by_the_old_ones(setup, tmp_path, rule):
     there, mesh = setup(DEEP, **{"optimizer.name": rule})
@@ -248,7 +249,8 @@ def test_weights_alone(setup, weights):
 DILOCO = {"diloco.every": 10, "parallel.replica": 2}
 
 
-@pytest.mark.parametrize("fields", [DILOCO, slow(DILOCO | PIPELINE)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [DILOCO, DILOCO | PIPELINE])
 def test_replicas_of_diloco(setup, fields):
     there, mesh = setup([BLOCK] * 4, **DILOCO)
     then = logical(save(there, mesh, 3), there)

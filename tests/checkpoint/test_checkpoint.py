@@ -396,6 +396,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow  # quicker: a half-written save, above
 def test_a_save_killed_half_way_leaves_the_one_before(setup):
     cfg, mesh = setup(**{"model.vocab_size": 65536})  # a save of some tens of milliseconds
     saved = save(cfg, mesh, 4)

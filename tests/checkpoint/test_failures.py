@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LARGE = {"model.vocab_size": 65536}
 
 
+@pytest.mark.slow
 def test_saves_may_fail_within_the_budget_and_a_good_one_refills_it(setup, capfd, caplog):
     cfg, mesh = setup(**LARGE, **{"checkpoint.save_failures_allowed": 2})
     state = random_state(cfg, mesh, 9)

@@ -58,6 +58,7 @@ CLOSED = ("checkpoints", "checkpoints/4", "checkpoints/4/state", "checkpoints/4/
 CLOSED += ("checkpoints/4/_CHECKPOINT_METADATA", "")
 
 
+@pytest.mark.slow
 def test_what_may_not_be_read_is_no_damage_and_no_reason_for_another_step(cfg):
     for closed, mode in itertools.product(CLOSED, (0o000, 0o600)):
         place = Path(cfg.run.dir, closed)

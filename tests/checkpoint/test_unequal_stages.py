@@ -73,7 +73,7 @@ def test_another_mesh_reads_the_same_arrays_and_back(setup, one, other):
 def test_empty_slots_of_a_stage_are_not_saved(setup, more):
     cfg, mesh = setup("run", **UNEQUAL | more)
     running = save(cfg, mesh, 2)
-    folder = saved.folder(cfg.run.dir) / "2"
+    folder = saved.checkpoint_folder(cfg.run.dir) / "2"
     layers = [name for name in stored_arrays.array_names(folder) if "layers/" in name]
     assert {stored_arrays.open_array(folder, name).shape[0] for name in layers} == {7}
     restored = restore(cfg, mesh)

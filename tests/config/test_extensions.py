@@ -128,6 +128,7 @@ def test_a_rule_may_keep_moments_of_some_parameters(devices):
     assert not distances.compare(found, wanted, TOLERANCE).mismatches()
 
 
+@pytest.mark.slow
 def test_the_functions_are_used():
     both = reference_of(replace(TINY, **ADDED))[1].losses
     rule_alone = reference_of(replace(TINY, **RULE))[1].losses

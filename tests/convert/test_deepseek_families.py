@@ -26,7 +26,6 @@ from jaxpar.model.plain import decoder
 from jaxpar.sharding.batch import Batch
 from jaxpar.sharding.params import flat
 from tests.convert import tiny
-from tests.slow import slow
 
 FLOAT8 = {
     "quantization_config": {
@@ -307,8 +306,9 @@ def with_copies(arrays: dict) -> dict:
     return arrays | {name: arrays[of] for name, of in COPIES.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "golden"), [slow("deepseek_v3_whole", "mtp"), ("glm4_moe", "mtp_glm")]
+    ("name", "golden"), [("deepseek_v3_whole", "mtp"), ("glm4_moe", "mtp_glm")]
 )
 def test_a_module_is_that_of_transformers_and_a_round_trip_is_bitwise(name, golden, tmp_path):
     values = tiny.MODELS[name] | {"num_nextn_predict_layers": 1}

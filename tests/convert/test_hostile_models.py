@@ -22,6 +22,7 @@ from jaxpar.convert.peft.importing import base_folder, lora_of, read_adapter_con
 from jaxpar.convert.shape import model_from
 from tests.convert import tiny
 from tests.hostile import damaged
+from tests.slow import slow, slow_but
 from tests.tiny import TINY
 
 PUBLISHED = Path(__file__).parent / "published"
@@ -42,7 +43,7 @@ def refused_or_read(call, name: str) -> ConfigError | None:
     return None
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(NAMES[::6], NAMES))
 def test_config_files(name, tmp_path, capsys):
     """As `from-hf` and `--model.from` read them, and as an export writes them again."""
     refused = 0
@@ -65,7 +66,9 @@ def test_config_files(name, tmp_path, capsys):
     assert refused > 2
 
 
-@pytest.mark.parametrize("name", ["llama3_2", "qwen3_moe", "nemotron_3", "gpt_oss", "gemma4"])
+@pytest.mark.parametrize(
+    "name", ["llama3_2", *map(slow, ["qwen3_moe", "nemotron_3"]), "gpt_oss", slow("gemma4")]
+)
 def test_headers_indexes_and_configs_of_folders(name, tmp_path):
     folder = tiny.write_folder(tmp_path / "m", tiny.MODELS[name])
     single, config = folder / SINGLE_FILE, folder / "config.json"
@@ -130,6 +133,7 @@ def test_configs_of_adapters(tmp_path):
         refused_or_read(read, case)
 
 
+@pytest.mark.slow
 def test_the_command_ends_with_code_2(tmp_path):
     folder = tiny.write_folder(tmp_path / "m", tiny.MODELS["llama3_2"])
     document, refused = json.loads((folder / "config.json").read_text()), 0

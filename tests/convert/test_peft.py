@@ -39,7 +39,6 @@ from jaxpar.step.adapters import add_fresh, base_config, merge
 from tests.checkpoint.test_checkpoint import write_dataset
 from tests.convert import tiny
 from tests.convert.test_goldens import TOLERANCE, plain_logits, silent
-from tests.slow import slow
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 
@@ -136,6 +135,7 @@ def test_the_merged_model_is_a_published_one(run, tmp_path, capsys):
     assert sorted(same) == sorted(n for n in before if "_proj" not in n)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "targets", "modules"),
     [
@@ -144,14 +144,14 @@ def test_the_merged_model_is_a_published_one(run, tmp_path, capsys):
             "o_proj,out_proj,up_proj",
             [f"{i}.mixer.{name}_proj" for i, name in enumerate(("out", "o", "up", "out"))],
         ),
-        slow(
+        (
             "deepseek_v3_whole",
             "q_b_proj,kv_b_proj",
             [f"{i}.self_attn.{name}" for i in range(3) for name in ("kv_b_proj", "q_b_proj")],
         ),
-        slow("qwen3_5", "k_proj,out_proj,down_proj", None),
-        slow("kimi_linear", "kv_a_proj_with_mqa,kv_b_proj", None),
-        slow(
+        ("qwen3_5", "k_proj,out_proj,down_proj", None),
+        ("kimi_linear", "kv_a_proj_with_mqa,kv_b_proj", None),
+        (
             "gemma4",
             "k_proj,v_proj,up_proj",
             [f"{i}.{name}" for i in range(4) for name in ("mlp.up_proj", "self_attn.k_proj")]

@@ -135,7 +135,7 @@ def theirs(again: Values, changed: Values, different: Values) -> Values:
     return {key: value for key, value in (again | different).items() if key not in gone}
 
 
-@pytest.mark.parametrize("name", slow_but(NAMES[::3], NAMES))
+@pytest.mark.parametrize("name", slow_but(NAMES[::12], NAMES))
 def test_two_forms_mean_what_they_mean_to_transformers_or_are_both_named(name):
     published, again = (
         json.loads((PUBLISHED / name / file).read_text())

@@ -58,6 +58,7 @@ def run(folder: Path, *sizes: int) -> list[int]:
     return [int(line) for line in done.stdout.split()]
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_input(tmp_path):
     """Six times the input, 25 MB of text in each of four formats, for less than 16 MB more."""
     small, large = 1024, 6144

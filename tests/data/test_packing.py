@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxpar.data.packing import num_sequences
@@ -40,7 +40,6 @@ def corpora(draw):
     return documents, seq_len, draw(st.lists(index, min_size=1, max_size=6))
 
 
-@settings(max_examples=300, deadline=None)
 @given(corpora(), st.booleans())
 def test_against_the_loop(corpus, document_mask):
     """All four arrays, for every shape of documents and sequences."""

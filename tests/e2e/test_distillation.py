@@ -61,6 +61,7 @@ def test_what_cannot_teach(flags, message, only_devices, write_config, finished,
         Run.open(read_config(args))
 
 
+@pytest.mark.slow  # quicker: data/test_teacher_cache.py
 def test_what_is_kept_is_what_the_teacher_says(only_devices, write_config, finished, tmp_path):
     """Of every sequence, once, on one mesh, and read on others; a stopped command continues."""
     flags = ["--distill.teacher", str(finished), "--distill.top-k", "5"]

@@ -16,7 +16,6 @@ from jaxpar.data.prepare.text import prepare
 from jaxpar.data.skips import SKIPPED_FILE
 from jaxpar.runtime.processes import rendezvous
 from tests import ranks
-from tests.slow import slow
 
 pytestmark = pytest.mark.waits
 
@@ -116,7 +115,8 @@ def apart(dataset, write_ranks, tmp_path):
     return config, tmp_path / "one", tmp_path / "other"
 
 
-@pytest.mark.parametrize("differs", ["data set", slow(SKIPPED_FILE)])
+@pytest.mark.slow
+@pytest.mark.parametrize("differs", ["data set", SKIPPED_FILE])
 def test_processes_with_other_data_at_the_same_path_are_refused(differs, apart):
     config, one, other = apart
     if differs == SKIPPED_FILE:

@@ -13,9 +13,10 @@ from jaxpar.runtime.processes.sources import LAUNCHED
 from tests import ranks
 from tests.memory_checkpoint.hosts import TOKEN, FakeHosts, fake_hosts
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.waits
-@pytest.mark.slow
 def test_a_killed_process_costs_the_steps_since_the_last_copy(write_ranks, tmp_path, whole):
     config, run = write_ranks(tmp_path), tmp_path / "run"
     words = "--checkpoint.memory.every 3 --checkpoint.every 40".split()
@@ -32,7 +33,6 @@ def test_a_killed_process_costs_the_steps_since_the_last_copy(write_ranks, tmp_p
 
 
 @pytest.mark.waits
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_lost_host_is_replaced_by_its_copy_on_the_other(write_ranks, tmp_path, whole):
     """Two hosts are two folders with a server each; one is emptied while no process runs."""

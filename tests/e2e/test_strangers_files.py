@@ -11,13 +11,13 @@ import pytest
 
 from jaxpar.config import ConfigError
 from tests.e2e import damage, strangers
-from tests.slow import slow
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("count", [1, slow(200)])
+@pytest.mark.slow  # quicker: test_declared_formats.py, and tests of each reader
+@pytest.mark.parametrize("count", [1, 200])
 def test_no_damaged_file_is_a_traceback(count):
     """Each kind `count` times, in one process with a limit of memory; the same ones each time."""
     done = subprocess.run(

@@ -174,6 +174,7 @@ MOVES = [
 ]
 
 
+@pytest.mark.slow  # quicker: checkpoint/test_checkpoint.py
 @pytest.mark.parametrize(("mesh", "step"), MOVES)
 def test_a_run_goes_on_on_another_mesh(train_on, config_file, copy, finished, mesh, step):
     for later in saved_steps(copy):
@@ -292,6 +293,7 @@ def test_a_sample_at_temperature_0_is_what_the_reference_model_finds_likeliest(f
     assert "the mat, and the dog sat on the log.\n" in wanted
 
 
+@pytest.mark.slow
 def test_a_sample_is_a_function_of_its_seed(finished, capsys):
     def text(seed: int, step: int | None = None) -> str:
         how = Sampling(temperature=5.0, top_k=0, seed=seed)

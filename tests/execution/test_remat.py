@@ -95,6 +95,7 @@ def temporary_bytes(mesh):
     return measure
 
 
+@pytest.mark.slow
 def test_policies_fall_in_memory(temporary_bytes):
     sizes = [temporary_bytes(policy) for policy in ("none", "dots", "attn_out", "full")]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 4, sizes
@@ -116,6 +117,7 @@ def test_a_policy_is_its_list_of_names(temporary_bytes):
     assert temporary_bytes("attn_lse,attn_out") == temporary_bytes("attn_out")
 
 
+@pytest.mark.slow
 def test_a_group_saves_the_input_of_its_first_layer(temporary_bytes):
     """Of 128 layers in groups of 16: 8 inputs, and what one group saves while it is computed."""
     plain, grouped = temporary_bytes("attn_out"), temporary_bytes("attn_out", 16)
@@ -158,6 +160,7 @@ def test_gradients_do_not_depend_on_it(remat, loop, gradients):
     same_gradients(gradients, remat, loop)
 
 
+@pytest.mark.slow
 def test_gradients_do_not_depend_on_policies_of_layers(gradients):
     same_gradients(
         gradients,
@@ -167,6 +170,7 @@ def test_gradients_do_not_depend_on_policies_of_layers(gradients):
     )
 
 
+@pytest.mark.slow
 def test_gradients_do_not_depend_on_groups(gradients):
     same_gradients(gradients, "dots", "scan", ("parallel.remat_group", 3))
 
@@ -255,6 +259,7 @@ def computed(traced):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kept", "offloaded", "way"), OFFLOADS)
 def test_gradients_through_host_memory_are_the_same_bit_for_bit(
     kept, offloaded, way, program, computed
@@ -375,6 +380,7 @@ def test_the_planner_takes_the_mean_of_all_layers():
     assert saved_per_token(half) == (saved_per_token(cfg(none)) + saved_per_token(cfg(full))) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel", [slow({"num_microbatches": 2}), {"pipeline": 2, "num_microbatches": 2}]
 )

@@ -42,6 +42,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.slow  # quicker: what is wrong on one device, below
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("name", slow_but(["sine"], RIGHT))
 def test_what_is_right_passes(name):

@@ -230,11 +230,11 @@ LAYERS = {
 
 MESHES = [
     ("data=2,tensor=2", "mean"),
-    ("pipeline=2,tensor=2,num_microbatches=2", "sigmoid"),
+    slow("pipeline=2,tensor=2,num_microbatches=2", "sigmoid"),
     slow("data=2,tensor=2", "sigmoid"),
     slow("data=2,tensor=2", "retention"),  # quicker: text, below
     slow("sequence=2,data=2", "sigmoid"),
-    ("data=2,tensor=2", "tempered"),
+    slow("data=2,tensor=2", "tempered"),
     slow("sequence=2,tensor=2,context=ulysses", "tempered"),
     slow("pipeline=2,data=2,num_microbatches=2", "tempered"),
     slow("sequence=2,tensor=2", "steps"),
@@ -249,12 +249,12 @@ MESHES = [
     slow("pipeline=2,virtual_stages=2,num_microbatches=2", "leading"),
     slow("pipeline=2,num_microbatches=4,schedule=zero_bubble,zero=1,layer_loop=unroll", "windows"),
     slow("pipeline=2,num_microbatches=2,layer_loop=scan", "leading"),
-    ("pipeline=2,num_microbatches=2,layer_loop=scan", "uneven"),
+    slow("pipeline=2,num_microbatches=2,layer_loop=scan", "uneven"),
     slow("pipeline=2,tensor=2,num_microbatches=2", "uneven"),
     slow("pipeline=3,num_microbatches=2,layer_loop=unroll", "uneven"),
     slow("data=2,layer_loop=scan", "uneven"),
     slow("data=2,layer_loop=scan", "leading"),
-    ("data=2,tensor=2", "parallel"),
+    slow("data=2,tensor=2", "parallel"),
     slow("expert=2,tensor=2", "experts"),
     slow("expert=2,pipeline=2", "experts"),
     slow("expert=2,sequence=2", "experts"),
@@ -312,7 +312,8 @@ def test_a_method_of_attention_changes_what_it_computes():
 
 
 @pytest.mark.parametrize(
-    "name", ["retention", "tempered", slow("mean"), slow("steps"), slow("sigmoid"), slow("windows")]
+    "name",
+    ["retention", slow("tempered"), slow("mean"), slow("steps"), slow("sigmoid"), slow("windows")],
 )
 def test_text_is_that_of_whole_forwards(name):
     """With what mixers hold, or by all tokens again: the same likeliest tokens."""

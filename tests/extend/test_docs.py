@@ -44,6 +44,7 @@ def test_the_test_of_the_page_of_components(tmp_path):
     import_file(str(written("components", tmp_path))).test_retention()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize("mesh", ["data=2,tensor=2", slow("pipeline=2,num_microbatches=2")])
 def test_the_rule_and_the_schedule_of_a_page_on_meshes(mesh, tmp_path, devices):

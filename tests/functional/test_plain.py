@@ -197,6 +197,7 @@ def trained(train_on, write_config, tmp_path_factory, devices):
     return folder / "run", batch, traces.logical(gradients, cfg)
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_runs_loss_is_the_runs(trained):
     folder, batch, of_run = trained
     params, config = functional.load(folder)

@@ -35,6 +35,7 @@ def test_steps_are_those_of_the_plain_loss(mesh, devices):
     assert int(state.step) == 2 and float(later["loss"]) < wanted
 
 
+@pytest.mark.slow
 def test_products_are_as_precise_as_the_config_says(devices):
     """Also where JAX's own setting differs; without one, that setting stays."""
     batch = traces.random_batch(TINY)

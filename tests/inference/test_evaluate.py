@@ -129,6 +129,7 @@ def test_a_run_and_its_export_score_alike(finished, tasks, capsys, tmp_path):
                 assert of_export[task][metric] == pytest.approx(value, rel=1e-4), (task, metric)
 
 
+@pytest.mark.slow
 def test_long_texts_are_scored_by_their_latest_tokens(finished):
     # Not above: tests for GPUs are collected with it, also where there is no lm_eval.
     from jaxpar.inference.lm_eval import HarnessModel
@@ -147,6 +148,7 @@ class Request(NamedTuple):
     args: tuple[str, dict]
 
 
+@pytest.mark.slow  # quicker: test_harness_model.py
 def test_texts_are_written_alike_in_batches_of_any_size(finished):
     """Contexts of many lengths, with other stops and limits; sampled ones depend on no other."""
     from jaxpar.inference.lm_eval import HarnessModel

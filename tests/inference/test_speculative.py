@@ -125,6 +125,7 @@ def test_angles_of_longrope_change_where_they_do_without_drafts(name):
     assert min(drafts.accepted, drafts.drafted - drafts.accepted) >= 10, drafts
 
 
+@pytest.mark.slow
 def test_rows_end_where_they_do_without_drafts():
     name = "latents"
     whole, _ = drafted(*model(name), PROMPTS)
@@ -135,6 +136,7 @@ def test_rows_end_where_they_do_without_drafts():
         assert short == [row[:count] for row in whole]
 
 
+@pytest.mark.slow
 def test_drafts_are_those_of_the_plain_model():
     """After some rounds, with caches that held rejected drafts, as after the first."""
     cfg, mesh, params, weights = model("latents")

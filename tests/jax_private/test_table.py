@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxpar.jax_private import table
+from tests.meta.test_packages import nodes_of
 
 PACKAGE = Path(table.__file__).resolve().parents[1]
 
@@ -40,7 +41,7 @@ def test_what_is_missing_is_named_with_what_stands_on_it():
 def test_the_package_imports_no_other_private_module():
     found = []
     for file in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        for node in nodes_of(file.read_text("utf-8")):
             names = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]

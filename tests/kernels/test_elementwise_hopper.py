@@ -80,7 +80,7 @@ def test_rounds_and_transposes(launch, dtype, normed, races):
 @pytest.mark.parametrize(
     ("columns", "dtype"),
     slow_but(
-        [(272, f32), (1008, bf16)],
+        [(272, f32)],
         [(columns, dtype) for columns in (128, 256, 272, 1008) for dtype in (f32, bf16)],
     ),
 )
@@ -119,7 +119,7 @@ def test_sums_of_logits_of_any_size(races):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "out"), [(f32, f32), (bf16, bf16), slow(f32, bf16), slow(bf16, f32)]
+    ("dtype", "out"), [(f32, f32), slow(bf16, bf16), slow(f32, bf16), slow(bf16, f32)]
 )
 def test_exponentials_are_written_again_where_a_row_leaps(dtype, out, races):
     logits, rest = of_any_size()
@@ -152,7 +152,7 @@ def by_hopper(gate_up, scale, d_y, with_amax=False, columns=128):
 
 @pytest.mark.parametrize(
     ("F", "scaled", "dtype"),
-    [(256, True, bf16), (384, False, bf16), slow(256, True, f32), slow(384, False, f32)],
+    [(256, True, bf16), slow(384, False, bf16), slow(256, True, f32), slow(384, False, f32)],
 )
 def test_swiglu(F, scaled, dtype, races):
     gate_up, scale, d_y = arguments(4, F, dtype, scaled)
@@ -167,7 +167,7 @@ def test_swiglu(F, scaled, dtype, races):
     assert not any(races())
 
 
-@pytest.mark.parametrize("bad", [None, np.nan, slow(np.inf)])
+@pytest.mark.parametrize("bad", [slow(None), np.nan, slow(np.inf)])
 def test_swiglu_measures_what_it_writes(bad, races):
     """NaN is the largest."""
     gate_up, _, d_y = arguments(2, 384, bf16, scaled=False)
@@ -189,6 +189,7 @@ def test_the_largest_gradient_may_be_in_either_half(half, races):
     assert float(jnp.max(largest)) == max(halves)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("F", "ctas"), [slow(2048, 2), (1792, 7), slow(512, 1)])
 def test_a_cta_takes_as_many_columns_as_divide_a_row(F, ctas, races):
     gate_up, _, d_y = arguments(2, F, f32, scaled=False)
@@ -214,7 +215,9 @@ def lower(fn, *given):
 
 
 @pytest.mark.parametrize("dtype", [float8.FORWARD, float8.BACKWARD], ids=["e4m3", "e5m2"])
-@pytest.mark.parametrize(("rows", "columns"), [(32768, 2048), (16384, 14336), (16384, 4096)])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(32768, 2048), slow(16384, 14336), slow(16384, 4096)]
+)
 def test_quantize_lowers(rows, columns, dtype):
     x, scale = shape(rows, columns), shape(dtype=f32)
     quantize = lambda x, scale: rounding._by_kernel(x, scale, dtype)  # noqa: E731
@@ -230,7 +233,7 @@ def test_quantize_lowers(rows, columns, dtype):
 
 @pytest.mark.parametrize("out", [f32, bf16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", [f32, bf16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("columns", slow_but([128_256, 16_032], [128_256, 16_032, 151_936, 272]))
+@pytest.mark.parametrize("columns", slow_but([128_256], [128_256, 16_032, 151_936, 272]))
 def test_softmax_lowers(columns, dtype, out):
     logits = shape(4096, columns, dtype=dtype)
     base, total = lower(softmax.sum_by_kernel, logits)
@@ -240,7 +243,7 @@ def test_softmax_lowers(columns, dtype, out):
 
 
 @pytest.mark.parametrize("with_amax", [False, True])
-@pytest.mark.parametrize(("rows", "F"), [(32768, 8192), (16384, 14336), (16384, 1792)])
+@pytest.mark.parametrize(("rows", "F"), [(32768, 8192), slow(16384, 14336), slow(16384, 1792)])
 def test_swiglu_lowers(rows, F, with_amax):
     gate_up, d_y, scale = shape(rows, 2 * F), shape(rows, F), shape(rows, 1, dtype=f32)
     how = dict(with_amax=with_amax)

@@ -236,7 +236,8 @@ def unwritten(x, gain, dtype=jnp.bfloat16):
     return norm.rms_norm_beside(x.astype(dtype), gain, 1e-5)
 
 
-@pytest.mark.parametrize("scaling", ["tensor", slow("row")])
+@pytest.mark.slow
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
 def test_products_of_a_norm_are_those_of_the_array(scaling):
     """Outputs and gradients, bit for bit, with tokens in several dims."""
     x, ws, dys = example()

@@ -61,13 +61,14 @@ def test_matmul(counts, transpose, expert_dim, terms, N, races):
     assert races() == [False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 @pytest.mark.parametrize(
     ("rows", "expert_dim", "terms", "N"),
     [
-        slow("float8_e4m3fn", 1, 1, 256),
+        ("float8_e4m3fn", 1, 1, 256),
         ("float8_e5m2", 0, 2, 128),
-        slow("float8_e4m3fn", 0, 1, 384),
+        ("float8_e4m3fn", 0, 1, 384),
     ],
 )
 def test_scaled_matmul(counts, rows, expert_dim, terms, N, races):
@@ -103,9 +104,10 @@ def test_rows_taken(counts, parts, races):
     assert races() == [False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counts", [FEW], ids=str)
 @pytest.mark.parametrize(
-    ("dtype", "keep", "parts"), [slow("float8_e4m3fn", False, 1), ("float8_e5m2", True, 2)]
+    ("dtype", "keep", "parts"), [("float8_e4m3fn", False, 1), ("float8_e5m2", True, 2)]
 )
 def test_rows_taken_in_float8(counts, dtype, keep, parts, races):
     tiles, used, x = inputs(counts, 256)
@@ -120,8 +122,9 @@ def test_rows_taken_in_float8(counts, dtype, keep, parts, races):
     assert races() == [False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counts", [FEW], ids=str)
-@pytest.mark.parametrize("backward", [slow(False), True])
+@pytest.mark.parametrize("backward", [False, True])
 def test_swiglu_in_float8(counts, backward, races):
     """The last digit of a number before rounding may differ, and so its rounding."""
     tiles, used, gate, up, d = inputs(counts, 256, 256, 256)
@@ -140,10 +143,11 @@ def test_swiglu_in_float8(counts, backward, races):
     assert races() == [False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counts", [FEW, *map(slow, ALL)], ids=str)
 @pytest.mark.parametrize(
     ("glu", "biased"),
-    [slow(SwiGLU(), False), (CLAMPED, True), slow(SwiGLU(), True), slow(CLAMPED, False)],
+    [(SwiGLU(), False), (CLAMPED, True), (SwiGLU(), True), (CLAMPED, False)],
     ids=["swiglu", "clamped-biased", "swiglu-biased", "clamped"],
 )
 def test_glu_backward(counts, glu, biased, races):
@@ -161,7 +165,8 @@ def test_glu_backward(counts, glu, biased, races):
     assert races() == [False, False]
 
 
-@pytest.mark.parametrize("k", [slow(1), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [1, 3])
 def test_rows_added(k, races):
     rng = np.random.default_rng(4)
     y = jnp.asarray(rng.normal(size=(50, 128)), "bfloat16")

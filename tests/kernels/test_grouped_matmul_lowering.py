@@ -45,7 +45,7 @@ def lower(fn, *arguments):
     return traced.out_info
 
 
-@pytest.mark.parametrize("name", slow_but(["qwen3", "gpt-oss", "qwen3 over tensor"], SHAPES))
+@pytest.mark.parametrize("name", slow_but(["qwen3"], SHAPES))
 @pytest.mark.parametrize("expert_dim", slow_but([1], [0, 1]))
 def test_products(name, expert_dim):
     tiles, array, R, E, D, F = shapes_of(name)
@@ -92,7 +92,7 @@ def test_passes_in_float8(name):
     assert sized(lower(backward, wide, wide, wide, scale, tiles)) == made
 
 
-@pytest.mark.parametrize("name", slow_but(["qwen3", "gpt-oss"], SHAPES))
+@pytest.mark.parametrize("name", slow_but(["gpt-oss"], SHAPES))
 def test_passes(name):
     tiles, array, R, E, D, F = shapes_of(name)
     scale = jax.ShapeDtypeStruct((R,), jnp.float32)

@@ -28,7 +28,7 @@ CASES = [
     slow(Case("permuted", T=300, S=140, H=1, K=128)),
     slow(Case("zigzag", T=256, S=512, H=1, K=128)),
     slow(Case("late", T=320, S=130)),
-    Case("late", T=200, S=130),
+    slow(Case("late", T=200, S=130)),
 ]
 
 DETERMINISTIC = [
@@ -125,6 +125,7 @@ def test_more(case, races):
     run(case, races)
 
 
+@pytest.mark.slow
 def test_the_detector_is_awake(races, monkeypatch):
     """Results that the copy engine may take before they are in shared memory are a race."""
     monkeypatch.setattr(plgpu, "commit_smem", lambda: None)

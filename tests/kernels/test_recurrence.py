@@ -63,6 +63,7 @@ BY_CHANNEL = [
 ]
 
 
+@pytest.mark.slow  # quicker: model/test_recurrent.py
 @pytest.mark.parametrize("case", BY_CHANNEL, ids=str)
 def test_decays_of_channels_equal_one_token_after_the_other(case):
     found, wanted = run(delta_rule_by_channel, case), run(by_token, case)
@@ -137,6 +138,7 @@ def test_unit_lower_inverse(C):
     np.testing.assert_allclose(pull(jnp.asarray(weights, jnp.float32))[0], d_below, atol=3e-5)
 
 
+@pytest.mark.slow
 def test_the_kernels_inverse_of_keys_that_are_alike():
     """As above, where every key of a document is the same and nothing decays."""
     case = Case(T=32, C=32, H=1, decay=1e-6, documents=0.0)

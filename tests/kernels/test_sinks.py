@@ -82,12 +82,13 @@ def test_a_query_that_sees_no_key_gives_its_weight_to_the_sink():
     np.testing.assert_array_equal(lse[0, :, :10], np.repeat(sinks[:, None], 10, axis=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
         Case(T=40, H=4, G=2, K=16, documents=2, dtype="float32"),
-        slow(Case("zigzag", T=64, S=128, K=64)),
-        slow(Case(T=90, H=4, G=1, K=64, window=20)),
+        Case("zigzag", T=64, S=128, K=64),
+        Case(T=90, H=4, G=1, K=64, window=20),
     ],
     ids=str,
 )

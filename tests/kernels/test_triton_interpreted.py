@@ -74,6 +74,7 @@ def test_largest_products(case):
     np.testing.assert_allclose(found, largest_of(x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_one_kv_head_at_a_time(monkeypatch):
     """On a GPU with few multiprocessors, programs of one KV head come before the next one's."""
     monkeypatch.setattr(tiles, "MULTIPROCESSORS", 1)

@@ -27,7 +27,7 @@ from tests.checkpoint.test_checkpoint import (
     write_dataset,
 )
 from tests.memory_checkpoint.hosts import fake_hosts, folders_of, numbers
-from tests.slow import slow
+from tests.slow import slow_but
 from tests.tiny import EXPERTS, STATE
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
@@ -83,10 +83,10 @@ MOVES = {
         {"parallel.data": 2},
     ),
 }
-QUICK = ("data to tensor", "unequal stages to data", "replicas with an average")
+QUICK = ["data to tensor"]
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else slow(n) for n in MOVES])
+@pytest.mark.parametrize("name", slow_but(QUICK, MOVES))
 def test_every_mesh_reads_the_copy_of_every_other(setup, tmp_path, name):
     """Of two hosts, with two processes each; the reader is on one of them, then on a third."""
     one, other = MOVES[name]
@@ -183,6 +183,7 @@ def assert_restores(cfg, mesh, hosts, step: int, host: int = 0) -> None:
     assert_same_bits(logical(state, cfg), logical(random_state(cfg, mesh, step), cfg))
 
 
+@pytest.mark.slow
 def test_a_lost_host_is_replaced_by_its_copy(copied, capfd):
     cfg, mesh, hosts = copied
     assert steps_found(cfg, hosts) == [9, 7]

@@ -60,7 +60,7 @@ pipeline=2,num_microbatches=4,schedule=zero_bubble,zero=1,layer_loop=unroll
 STAGES = after([DENSE] * 2, replace(DEEPSEEK, **{"model.num_layers": 4, "model.init_std": 0.1}))
 
 
-@pytest.mark.slow  # quicker: test_kimi_linear has such layers
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_gradients(mesh, devices):
     assert not compare(mesh, after([DENSE], DEEPSEEK), devices).mismatches()

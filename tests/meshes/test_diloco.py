@@ -195,10 +195,10 @@ def trained(cfg: Config, mesh, given: list) -> tuple[list[float], TrainState]:
     ("cfg", "mesh"),
     [
         # The last step ends what is under way.
-        (replace(OVERLAPPED, **{"train.num_steps": STEPS}), "data=2"),
+        slow(replace(OVERLAPPED, **{"train.num_steps": STEPS}), "data=2"),
         slow(STREAMING, "data=2"),
         slow(STREAMING, "data=2,tensor=2"),
-        slow(BASE, ""),
+        (BASE, ""),
         slow(BASE, "data=2,tensor=2"),
         slow(STREAMING, "data=2,zero=1"),
         slow(STREAMING, "data=2,sequence=2,zero=2"),
@@ -292,6 +292,7 @@ def sent(program: Any, *args: Any) -> dict[str, Any]:
     return found.kinds
 
 
+@pytest.mark.slow
 def test_an_inner_step_sends_its_metrics_alone(devices):
     """Over replicas, which are the whole mesh here."""
     cfg, mesh = on_mesh(STREAMING, "", devices)

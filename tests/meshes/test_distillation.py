@@ -73,6 +73,7 @@ def test_gradients(mesh, values, devices):
     assert not distances.compare(found, wanted, TOLERANCE).mismatches()
 
 
+@pytest.mark.slow
 def test_the_loss_is_least_where_student_and_teacher_agree():
     """With some tokens only: the gradient is 0 at the teacher's own logits, the divergence too."""
     cfg = replace(BASE, **{"distill.weight": 1.0, "distill.temperature": 1.5})

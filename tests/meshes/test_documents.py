@@ -48,7 +48,7 @@ def two_documents(labeled: int, seeds: tuple[int, int] = (0, 1)) -> Batch:
     return Batch(tokens, labels, document + 1, positions.astype(np.int32))
 
 
-@pytest.fixture(scope="module", params=MESHES)
+@pytest.fixture(scope="module", params=slow_but(MESHES[2:], MESHES))
 def run(request, devices):
     """(batch, document_mask) -> loss, and gradient of the embedding [V, D]."""
     parallel = parse_meshes([request.param], CFG.parallel)[request.param]

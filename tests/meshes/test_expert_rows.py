@@ -4,18 +4,16 @@ import pytest
 
 from jaxpar.config import replace
 from tests.meshes.test_experts import BASE, DEEPSEEK, THREE_EACH, compare
-from tests.slow import slow
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick_compile")]
 
 BY_ROWS = replace(DEEPSEEK, **{"parallel.expert_dispatch": "rows"})
 
 #: Fewer rows than equal shares.
 IN_ROUNDS = replace(BY_ROWS, **{"parallel.expert_slack": 0.3})
 
-QUICK_MESHES = ["expert=2,sequence=2"]
-
-MORE_MESHES = """
+MESHES = """
+expert=2,sequence=2
 expert=2,sequence=2,layer_loop=unroll
 expert=2,pipeline=2,num_microbatches=2,zero=1
 expert=2
@@ -41,7 +39,7 @@ expert=4,remat=none,layer_loop=unroll
 """.split()
 
 
-@pytest.mark.parametrize("mesh", [*QUICK_MESHES, *map(slow, MORE_MESHES)])
+@pytest.mark.parametrize("mesh", MESHES)
 def test_gradients_with_rows_in_further_rounds(mesh, devices):
     """A row that is dropped changes the loss and every gradient."""
     assert not compare(mesh, IN_ROUNDS, devices).mismatches()
@@ -56,27 +54,23 @@ expert=8,pipeline=2,num_microbatches=2
 """.split()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mesh", OF_EIGHT)
 def test_gradients_on_sixteen_devices(mesh, devices):
     cfg = replace(IN_ROUNDS, **{"train.global_batch_size": 16})
     assert not compare(mesh, cfg, devices).mismatches()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["expert=2", "expert=4,data=2", "expert=2,tensor=2"])
 def test_gradients_with_the_default_buffer(mesh, devices):
     assert not compare(mesh, BY_ROWS, devices).mismatches()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["expert=4,data=2", "expert=2,pipeline=2,num_microbatches=2"])
 def test_steps(mesh, devices):
     found = compare(mesh, IN_ROUNDS, devices, 5)
     assert found.update is not None and not found.mismatches()
 
 
-@pytest.mark.slow
 def test_gradients_of_three_experts_each_without_normalization(devices):
     ours = {"parallel.expert_dispatch": "rows", "parallel.expert_slack": 0.5}
     assert not compare("expert=4", replace(BASE, **THREE_EACH | ours), devices).mismatches()

@@ -23,7 +23,7 @@ from jaxpar.config import (
 from jaxpar.config.validate import check, resolve
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from tests import weights
-from tests.slow import slow
+from tests.slow import slow_but
 from tests.tiny import ATTENTION, EXPERTS, TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -85,9 +85,6 @@ pipeline=2,num_microbatches=4,schedule=zero_bubble,zero=1,layer_loop=unroll
 
 GPT_OSS_MESHES = """
 expert=2,tensor=2
-""".split()
-
-MORE_GPT_OSS_MESHES = """
 expert=2,tensor=2,layer_loop=unroll
 data=1
 data=2,sequence=2
@@ -131,12 +128,9 @@ def test_gradients(mesh, devices):
 
 
 DEEPSEEK_MESHES = """
-pipeline=2,data=2,sequence=2,tensor=2,num_microbatches=2
-""".split()
-
-MORE_DEEPSEEK_MESHES = """
-pipeline=2,data=2,num_microbatches=2
 data=2,sequence=2,tensor=2,layer_loop=unroll
+pipeline=2,data=2,sequence=2,tensor=2,num_microbatches=2
+pipeline=2,data=2,num_microbatches=2
 data=1
 expert=2,num_microbatches=2
 data=2,zero=1
@@ -154,7 +148,7 @@ data=2,remat=none,layer_loop=unroll
 """.split()
 
 
-@pytest.mark.parametrize("mesh", [*DEEPSEEK_MESHES, *map(slow, MORE_DEEPSEEK_MESHES)])
+@pytest.mark.parametrize("mesh", slow_but(DEEPSEEK_MESHES[:1], DEEPSEEK_MESHES))
 def test_gradients_with_every_router_option(mesh, devices):
     assert not compare(mesh, DEEPSEEK, devices).mismatches()
 
@@ -179,7 +173,8 @@ def drawn_biases(monkeypatch):
     monkeypatch.setattr(weights, "values_of", values_of)
 
 
-@pytest.mark.parametrize("mesh", [*GPT_OSS_MESHES, *map(slow, MORE_GPT_OSS_MESHES)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", GPT_OSS_MESHES)
 @pytest.mark.usefixtures("drawn_biases")
 def test_gradients_with_biases_and_clamps(mesh, devices):
     found = compare(mesh, GPT_OSS, devices)
@@ -224,14 +219,15 @@ def test_steps_with_biases_and_clamps(mesh, devices):
     assert found.update is not None and not found.mismatches()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [
         "data=2,expert=2,sequence=2",
-        slow("data=2,expert=2,sequence=2,layer_loop=unroll"),
-        slow("data=2,sequence=2"),
-        slow("pipeline=2,replica=2,tensor=2"),
-        slow("data=4,tensor=2"),
+        "data=2,expert=2,sequence=2,layer_loop=unroll",
+        "data=2,sequence=2",
+        "pipeline=2,replica=2,tensor=2",
+        "data=4,tensor=2",
     ],
 )
 def test_gradients_of_balance_over_the_batch(mesh, devices):
@@ -297,9 +293,6 @@ ON_EXPERT_AXIS = replace(
 
 EXPERT_MESHES = """
 expert=2,sequence=2,layer_loop=unroll,row_groups=2
-""".split()
-
-MORE_EXPERT_MESHES = """
 expert=2
 expert=2,sequence=2,layer_loop=unroll
 expert=2,layer_loop=unroll,row_groups=2
@@ -322,7 +315,8 @@ expert=4,remat=none,layer_loop=unroll
 """.split()
 
 
-@pytest.mark.parametrize("mesh", [*EXPERT_MESHES, *map(slow, MORE_EXPERT_MESHES)])
+@pytest.mark.slow  # quicker: test_expert_metrics.py
+@pytest.mark.parametrize("mesh", EXPERT_MESHES)
 def test_gradients_with_rows_in_further_rounds(mesh, devices):
     """A row that is dropped changes the loss and every gradient."""
     assert not compare(mesh, ON_EXPERT_AXIS, devices).mismatches()

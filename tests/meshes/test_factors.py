@@ -60,7 +60,7 @@ def reference_of(cfg: Config) -> tuple:
     return batch, weights.plain_gradients(cfg, batch)
 
 
-@pytest.mark.slow  # quicker: gemma2 of test_families.py
+@pytest.mark.slow  # quicker: convert/test_goldens.py
 @pytest.mark.parametrize(("mesh", "values"), CASES)
 def test_gradients(mesh, values, devices):
     cfg = replace(TINY, **values)

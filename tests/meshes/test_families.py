@@ -21,7 +21,6 @@ from jaxpar.convert.hf.families import FAMILIES
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from tests import weights
 from tests.convert import tiny
-from tests.slow import slow_but
 from tests.tiny import TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -115,11 +114,10 @@ def test_every_family_has_a_model():
 ADAPTED = list(MODELS.values())
 
 CASES = [(name, mesh) for name in MODELS.values() for mesh in meshes_of(name)]
-#: Blocks as in Pythia: test_gpt_block.py.
-QUICK = [("gemma2", DENSE[2])]
 
 
-@pytest.mark.parametrize(("name", "mesh"), slow_but(QUICK, CASES))
+@pytest.mark.slow  # quicker: convert/test_goldens.py; on meshes, test_layer_kinds.py
+@pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_gradients(name, mesh, devices):
     compare(config_of(name), mesh, devices)
 

@@ -42,7 +42,7 @@ from tests.meshes.float8_traces import (
     on_mesh,
     relative_errors,
 )
-from tests.slow import slow, slow_but
+from tests.slow import slow_but
 from tests.tiny import remat_of
 
 
@@ -86,7 +86,8 @@ def test_gradients_are_those_of_one_device(mesh, devices):
 
 
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("mesh", [MESHES[1], slow("tensor=2"), slow(MESHES[-1])])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [MESHES[1], "tensor=2", MESHES[-1]])
 def test_gradients_are_those_of_one_device_by_row(mesh, devices):
     found = first_gradients(mesh, devices, compute__float8_scaling="row")
     wanted, exact = one_device("row"), one_device("tensor", "compute")
@@ -105,10 +106,8 @@ def test_gradients_of_interleaved_stages_are_those_of_one_device(devices):
 
 
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize(
-    "remat",
-    slow_but(["dots_offload"], [*REMAT_POLICIES, "attn_norm,mlp_hidden"]),
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", [*REMAT_POLICIES, "attn_norm,mlp_hidden"])
 def test_no_policy_changes_anything(remat, devices):
     found = first_gradients("data=1,layer_loop=unroll", devices, parallel__remat=remat_of(remat))
     errors = relative_errors(found.gradients, one_device("tensor").gradients)
@@ -124,6 +123,7 @@ def test_gradients_are_near_those_of_float32(scaling):
     assert all(1e-3 < error < AGAINST_FLOAT32 for error in errors.values()), errors
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 def test_evaluation_multiplies_as_training_does(devices):
     cfg, mesh = on_mesh("data=2,gather_dtype=float8", devices)
@@ -141,6 +141,7 @@ def train_step(devices):
     return cfg, mesh, make_train_step(cfg, mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.parametrize(
     ("name", "bad"), [("wq", np.nan), ("w_down", np.inf), ("attn_norm", np.inf)]
@@ -313,6 +314,7 @@ SAVED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 def test_inputs_of_matmuls_are_saved_in_8_bits(devices):
     def temporary_bytes(remat: str) -> int:

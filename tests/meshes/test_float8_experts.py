@@ -16,7 +16,10 @@ from tests.meshes.float8_traces import (
     relative_errors,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("quick_compile"),
+]  # quicker: model/test_experts.py
 
 
 def of(expert: Glu) -> dict[str, Experts]:
@@ -50,7 +53,6 @@ def one_device_with_experts(dtype: str = "float8") -> traces.TrainingTrace:
     return first_gradients("data=1", jax.devices("cpu"), compute__matmul_dtype=dtype, **EXPERTS)
 
 
-@pytest.mark.slow  # quicker: model/test_experts.py
 @pytest.mark.parametrize("mesh", EXPERT_MESHES)
 def test_gradients_of_experts_are_those_of_one_device(mesh, devices):
     found, wanted = first_gradients(mesh, devices, **EXPERTS), one_device_with_experts()
@@ -59,7 +61,6 @@ def test_gradients_of_experts_are_those_of_one_device(mesh, devices):
     assert error < ACROSS_MESHES, name
 
 
-@pytest.mark.slow
 def test_gradients_of_experts_are_near_those_of_float32():
     """Rounding moves some tokens to other experts."""
     found, wanted = one_device_with_experts(), one_device_with_experts("compute")
@@ -68,7 +69,6 @@ def test_gradients_of_experts_are_near_those_of_float32():
     assert all(1e-3 < error < 2 * AGAINST_FLOAT32 for error in errors.values()), errors
 
 
-@pytest.mark.slow  # quicker: model/test_experts.py, and dense layers of test_float8.py
 @pytest.mark.parametrize("mesh", [MIXED, "tensor=2,expert=2", *EXPERT_MESHES[:3]])
 def test_gradients_of_biased_experts_are_those_of_one_device(mesh, devices):
     found, wanted = (first_gradients(on, devices, **BIASED) for on in (mesh, "data=1"))
@@ -77,7 +77,6 @@ def test_gradients_of_biased_experts_are_those_of_one_device(mesh, devices):
     assert error < ACROSS_MESHES, name
 
 
-@pytest.mark.slow
 def test_gradients_of_biased_experts_are_near_those_of_float32(devices):
     wanted = first_gradients("data=1", devices, **BIASED)
     plain = first_gradients("data=1", devices, compute__matmul_dtype="compute", **BIASED)
@@ -85,7 +84,6 @@ def test_gradients_of_biased_experts_are_near_those_of_float32(devices):
     assert all(error < 2 * AGAINST_FLOAT32 for error in errors.values()), errors
 
 
-@pytest.mark.slow
 def test_the_loss_curve_of_experts_is_that_of_float32(devices):
     """A text that can be learned, 300 steps."""
     plain = loss_curve(devices, compute__matmul_dtype="compute", **EXPERTS)

@@ -24,7 +24,6 @@ from tests.meshes.float8_traces import (
     first_gradients,
     relative_errors,
 )
-from tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -58,12 +57,8 @@ def one_device(kind: str, scaling: str = "tensor", dtype: str = "float8") -> tra
     return first_gradients("data=1", jax.devices("cpu"), **fields, **KINDS[kind])
 
 
-QUICK = [("kimi_delta", "tensor=2")]
-
-
-@pytest.mark.parametrize(
-    ("kind", "mesh"), slow_but(QUICK, [(kind, mesh) for kind in KINDS for mesh in MESHES])
-)
+@pytest.mark.slow  # quicker: test_float8.py; the sides of matrices, below
+@pytest.mark.parametrize(("kind", "mesh"), [(kind, mesh) for kind in KINDS for mesh in MESHES])
 def test_gradients_are_those_of_one_device(kind, mesh, devices):
     found, wanted = first_gradients(mesh, devices, **KINDS[kind]), one_device(kind)
     assert found.loss == pytest.approx(wanted.loss, rel=1e-4)

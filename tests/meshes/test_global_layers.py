@@ -18,7 +18,10 @@ from tests.meshes.test_families import TOLERANCE, gradients_of
 from tests.slow import slow
 from tests.tiny import ATTENTION, EXPERTS, GLU, TINY
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("quick_compile"),
+]  # quicker: test_layer_kinds.py
 
 
 def two_kinds(local: Attention, feed_forward: Glu, **of_wide) -> list[Layer]:
@@ -102,7 +105,6 @@ def compare_with_terms(cfg: Config, mesh: str, devices) -> None:
     assert not distances.compare(*others, TOLERANCE, zero).mismatches()
 
 
-@pytest.mark.slow  # quicker: test_layer_kinds.py and test_families.py
 @pytest.mark.parametrize(("mesh", "fields"), CASES)
 def test_gradients(mesh, fields, devices):
     compare_with_terms(replace(GEMMA4, **fields), mesh, devices)
@@ -112,7 +114,6 @@ def test_gradients(mesh, fields, devices):
 FLOAT8 = two_kinds(dataclasses.replace(float8_traces.ATTENTION, window=9), Glu(96))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", ["tensor=2", "data=2,layer_loop=unroll", "data=2,gather_dtype=float8"]
 )

@@ -76,6 +76,7 @@ def reference_of(cfg: Config) -> tuple:
     return batch, weights.plain_gradients(cfg, batch)
 
 
+@pytest.mark.slow  # quicker: convert/test_goldens.py
 @pytest.mark.parametrize(("mesh", "values"), CASES)
 def test_gradients(mesh, values, devices):
     cfg = replace(TINY, **values)

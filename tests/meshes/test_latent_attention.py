@@ -128,9 +128,10 @@ def test_gradients(mesh, values, devices):
     assert not distances.compare(found, wanted, TOLERANCE).mismatches()
 
 
+@pytest.mark.slow  # quicker: inference/test_generation.py
 @pytest.mark.parametrize(
     ("tensor", "values"),
-    [(2, NO_QUERY_LATENT), slow(1, {}), slow(2, DENSE), slow(1, WINDOW)],
+    [(2, NO_QUERY_LATENT), (1, {}), (2, DENSE), (1, WINDOW)],
 )
 def test_generation_with_a_cache_of_latents(tensor, values, devices):
     """The absorbed form writes the tokens that the complete text gives."""

@@ -59,7 +59,6 @@ CASES = [
         OLMO3 | experts(4, GLU, num_shared_experts=1) | {"model.num_layers": 2},
     ),
     slow("data=2", {"model.layers": TWO_KINDS["model.layers"][:3]}),
-    # Quicker: Gemma 2 in test_families.py, on such a mesh.
     slow("pipeline=2,num_microbatches=2,zero=1", TWO_KINDS),
     slow("data=2,tensor=2", GEMMA | {"model.num_layers": 2}),
     # With the weights of seed 0, rounding moves a gradient by 1.7e-5 on one device.

@@ -34,9 +34,9 @@ FOUR_LAYERS = replace(BASE, **{"model.num_layers": 4})
 KINDS = replace(GEMMA4, **{"model.num_layers": 4, "metrics.layers": "all"})
 
 MESHES = [
-    ("pipeline=2,data=2,tensor=2,virtual_stages=2,num_microbatches=2", FOUR_LAYERS),
-    ("expert=2,data=2", replace(EXPERTS, **{"model.num_layers": 2})),
-    slow("data=2,tensor=2", BASE),
+    slow("pipeline=2,data=2,tensor=2,virtual_stages=2,num_microbatches=2", FOUR_LAYERS),
+    slow("expert=2,data=2", replace(EXPERTS, **{"model.num_layers": 2})),
+    ("data=2,tensor=2", BASE),
     slow("expert=2,pipeline=2", EXPERTS),
     slow("pipeline=2,tensor=2,num_microbatches=2", BASE),  # stages of two layers and of one
     slow("sequence=2,data=2", BASE),

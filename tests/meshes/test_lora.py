@@ -52,9 +52,6 @@ pipeline=2,data=2,sequence=2,tensor=2,num_microbatches=2
 pipeline=2,num_microbatches=4,schedule=gpipe,zero=1,layer_loop=unroll
 """.split()
 
-#: Those that run with every change; the others are slow tests.
-QUICK_MESHES = [MESHES[12]]
-
 VARIANTS = {
     "attention, rank stabilized": (
         {"lora.targets": ("k_proj", "o_proj"), "lora.rank_stabilized": True},
@@ -103,7 +100,7 @@ OF_COMPONENTS = [
     slow("data=2,tensor=2", COMPOSED["sigmoid"]),
     slow("pipeline=2,num_microbatches=2,tensor=2", COMPOSED["deep"]),
     slow("sequence=2,data=2", COMPOSED["windows"]),
-    ("data=2,tensor=2,layer_loop=unroll", COMPOSED["mean"] | OF_ONE),
+    slow("data=2,tensor=2,layer_loop=unroll", COMPOSED["mean"] | OF_ONE),
     slow("data=2,num_microbatches=2,zero=1,layer_loop=scan", COMPOSED["mean"] | OF_ATTENTION),
     slow("pipeline=2,data=2,num_microbatches=2", COMPOSED["mean"] | OF_ATTENTION),
     slow("expert=2,tensor=2", COMPOSED["experts"]),
@@ -164,7 +161,7 @@ def compare(cfg: Config, item: str, devices) -> None:
 
 
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("mesh", slow_but(QUICK_MESHES, MESHES))
+@pytest.mark.parametrize("mesh", slow_but(MESHES[5:6], MESHES))
 def test_gradients_are_those_of_the_plain_model(mesh, devices):
     compare(BASE, mesh, devices)
 
@@ -183,8 +180,9 @@ def test_gradients_of_composed_models(mesh, fields, devices):
     compare(replace(BASE, **fields), mesh, devices)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.parametrize("remat", ["full", slow("none"), slow("qkv,gate_up")])
+@pytest.mark.parametrize("remat", ["full", "none", "qkv,gate_up"])
 def test_remat_policies(remat, devices):
     compare(replace(BASE, **{"parallel.remat": remat_of(remat)}), "data=2", devices)
 
@@ -203,6 +201,7 @@ def test_training_moves_adapters_alone(devices):
     assert moved == set(flat(trainable_specs(cfg))) and len(moved) == 14
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 def test_the_first_step_is_that_of_the_model_without(devices):
     cfg, mesh = on_mesh("data=2", devices)
@@ -229,10 +228,11 @@ def test_moments_are_of_adapters_alone():
     assert size(abstract_state(half).opt_state) == (2 + 4) * adapters
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Some donated buffers")  # they have no shardings here
 @pytest.mark.parametrize(
     "item",
-    [slow("data=2"), "data=2,layer_loop=unroll", slow("pipeline=2,num_microbatches=2,data=2")],
+    ["data=2", "data=2,layer_loop=unroll", "pipeline=2,num_microbatches=2,data=2"],
 )
 def test_no_gradient_of_the_model_is_computed_or_sent(item, devices):
     """Sizes tell products apart: those of a matrix's gradient have both of its sides."""

@@ -21,7 +21,6 @@ from jaxpar.step.state import init_state
 from jaxpar.step.train_step import make_train_step
 from tests import weights
 from tests.meshes.test_experts import compare
-from tests.slow import slow
 from tests.tiny import TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -42,15 +41,15 @@ def test_weights_are_on_straight_lines(step):
     assert loss_weights(TINY, jnp.int32(step)) == (0.0, 0.1)
 
 
-@pytest.mark.slow  # quicker: test_mtp.py; the weights of a step, below
+@pytest.mark.slow  # quicker: test_mtp.py; weights on straight lines, above
 @pytest.mark.parametrize(
     "mesh",
     [
         "pipeline=2,num_microbatches=2,tensor=2,zero=1",
-        slow("pipeline=2,num_microbatches=2,tensor=2,zero=1,layer_loop=unroll"),
-        slow("data=2,sequence=2,tensor=2"),
-        slow("data=2,num_microbatches=2,zero=2,layer_loop=unroll"),
-        slow("data=1"),
+        "pipeline=2,num_microbatches=2,tensor=2,zero=1,layer_loop=unroll",
+        "data=2,sequence=2,tensor=2",
+        "data=2,num_microbatches=2,zero=2,layer_loop=unroll",
+        "data=1",
     ],
 )
 def test_gradients(mesh, devices):
@@ -72,13 +71,14 @@ def test_another_steps_weights_give_other_gradients():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["data=2,sequence=2", slow("pipeline=2,num_microbatches=2")])
+@pytest.mark.parametrize("mesh", ["data=2,sequence=2", "pipeline=2,num_microbatches=2"])
 def test_steps(mesh, devices):
     """Weights of the model after five steps, each with other weights of losses."""
     found = compare(mesh, steady(replace(TINY, **BY_STEP, **MODULES)), devices, steps=5)
     assert found.update is not None and not found.mismatches()
 
 
+@pytest.mark.slow
 def test_a_step_has_the_weights_of_its_number(devices):
     plain = {"optimizer.name": "sgd", "optimizer.schedule": "constant"}
     cfg = resolve(replace(TINY, **BY_STEP, **MODULES, **plain), 1)

@@ -133,6 +133,7 @@ def test_steps(mesh, values, devices):
     assert found.update is not None and not found.mismatches()
 
 
+@pytest.mark.slow
 def test_a_step_with_experts_has_the_types_of_its_state(devices):
     """Tracing fails if a gradient or a bias of a module were not reduced over an axis."""
     cfg = resolve(replace(BASE, **DEEPSEEK, **{"parallel.tensor": 2}), 4)

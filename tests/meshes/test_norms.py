@@ -10,6 +10,7 @@ from jaxpar.model import layer, norm
 from jaxpar.step.state import abstract_state
 from jaxpar.step.train_step import make_gradient_step
 from tests.meshes.float8_traces import on_mesh
+from tests.slow import slow
 from tests.tiny import EXPERTS
 
 COMPUTE = {"compute__matmul_dtype": "compute"}
@@ -19,17 +20,17 @@ COMPUTE = {"compute__matmul_dtype": "compute"}
     ("item", "fields", "kind"),
     [
         ("data=2", {}, "in_quantizer"),
-        ("sequence=2,zero=1", {}, "in_quantizer"),
+        slow("sequence=2,zero=1", {}, "in_quantizer"),
         ("data=2", {"compute__float8_scaling": "row"}, "written"),
-        ("tensor=2", {}, "written"),
-        ("data=2", {"lora__rank": 2}, "written"),
-        ("data=2", COMPUTE, "deferred_scale"),
+        slow("tensor=2", {}, "written"),
+        slow("data=2", {"lora__rank": 2}, "written"),
+        slow("data=2", COMPUTE, "deferred_scale"),
         ("pipeline=2,zero=1", COMPUTE | {"compute__dtype": "bfloat16"}, "deferred_scale"),
         ("data=2", COMPUTE | {"compute__dtype": "float16"}, "written"),
-        ("tensor=2", COMPUTE, "written"),
-        ("data=2", COMPUTE | {"lora__rank": 2}, "written"),
-        ("data=2", COMPUTE | {"model__layers__feed_forward__activation": "gelu"}, "written"),
-        ("data=2", COMPUTE | {"model__layers__mixer__bias": True}, "written"),
+        slow("tensor=2", COMPUTE, "written"),
+        slow("data=2", COMPUTE | {"lora__rank": 2}, "written"),
+        slow("data=2", COMPUTE | {"model__layers__feed_forward__activation": "gelu"}, "written"),
+        slow("data=2", COMPUTE | {"model__layers__mixer__bias": True}, "written"),
         ("data=2", COMPUTE | {"model__layers__feed_forward": EXPERTS}, "written"),
     ],
     ids=[

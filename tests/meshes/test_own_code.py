@@ -28,7 +28,7 @@ from jaxpar.step.train_step import (
     make_gradient_step,
     make_train_step,
 )
-from tests.slow import slow
+from tests.slow import slow_but
 from tests.tiny import ATTENTION, TINY
 from tests.tiny import EXPERTS as ROUTED
 
@@ -139,17 +139,17 @@ FOUR_LAYERS = replace(BASE, **{"model.num_layers": 4})
 
 MESHES = [
     ("pipeline=2,data=2,tensor=2,virtual_stages=2,num_microbatches=2", FOUR_LAYERS),
-    slow("data=2,tensor=2", BASE),
-    slow("pipeline=2,tensor=2,num_microbatches=2", BASE),
-    slow("sequence=2,data=2", BASE),
-    slow("data=2,zero=1,num_microbatches=2,layer_loop=scan", BASE),
-    slow("tensor=2,row_groups=2,layer_loop=unroll", BASE),
-    slow("expert=2,data=2", EXPERTS),
-    slow("expert=2,pipeline=2", EXPERTS),
-    slow("data=2,sequence=2", EXPERTS),
-    slow("pipeline=2,layer_loop=unroll", DENSE_FIRST),
-    slow("data=2,tensor=2", replace(BASE, **{"model.mtp_depth": 1})),
-    slow("data=2,tensor=2", replace(BASE, **{"model.layers.parallel": "own_norms"})),
+    ("data=2,tensor=2", BASE),
+    ("pipeline=2,tensor=2,num_microbatches=2", BASE),
+    ("sequence=2,data=2", BASE),
+    ("data=2,zero=1,num_microbatches=2,layer_loop=scan", BASE),
+    ("tensor=2,row_groups=2,layer_loop=unroll", BASE),
+    ("expert=2,data=2", EXPERTS),
+    ("expert=2,pipeline=2", EXPERTS),
+    ("data=2,sequence=2", EXPERTS),
+    ("pipeline=2,layer_loop=unroll", DENSE_FIRST),
+    ("data=2,tensor=2", replace(BASE, **{"model.mtp_depth": 1})),
+    ("data=2,tensor=2", replace(BASE, **{"model.layers.parallel": "own_norms"})),
 ]
 
 
@@ -170,7 +170,7 @@ def plain(cfg: Config) -> tuple[Any, ...]:
     return trace, jax.device_get(measured)
 
 
-@pytest.mark.parametrize(("item", "cfg"), MESHES)
+@pytest.mark.parametrize(("item", "cfg"), slow_but(MESHES[1:2], MESHES))
 def test_own_code_on_a_mesh_agrees_with_the_plain_model(item, cfg):
     wanted, measured = plain(cfg)
     here, mesh = on_mesh(item, cfg)
@@ -206,14 +206,11 @@ def plain_gradients(cfg: Config) -> tuple[float, dict[str, Any]]:
     return float(found[0]), traces.to_host(found[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("item", "cfg"),
-    [
-        pytest.param(item, weighted(cfg, Selected()), marks=mesh.marks)
-        for mesh in (slow(*MESHES[0]), *MESHES[1:])
-        for item, cfg in [mesh.values]
-    ]
-    + [slow("pipeline=2,data=2,num_microbatches=2", weighted(BASE, Selected(stopped=True)))],
+    [(item, weighted(cfg, Selected())) for item, cfg in MESHES]
+    + [("pipeline=2,data=2,num_microbatches=2", weighted(BASE, Selected(stopped=True)))],
 )
 def test_weights_that_depend_on_the_scores_have_exact_gradients(item, cfg):
     loss, wanted = plain_gradients(cfg)
@@ -232,10 +229,9 @@ def test_weights_that_depend_on_the_scores_have_exact_gradients(item, cfg):
         assert float(evaluated[name]) == pytest.approx(float(metrics[name]), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "item", ["replica=2,data=2", slow("replica=2,tensor=2,num_microbatches=2")]
-)
-@pytest.mark.parametrize("loss", [OfSources(), slow(Selected())])
+@pytest.mark.slow
+@pytest.mark.parametrize("item", ["replica=2,data=2", "replica=2,tensor=2,num_microbatches=2"])
+@pytest.mark.parametrize("loss", [OfSources(), Selected()])
 def test_replicas_of_diloco_train_on_means_of_their_own(item, loss):
     """A step of each, with its own source. Metrics are of the global batch."""
     cfg = steady(replace(weighted(BASE, loss), **{"train.probes": PROBES}))
@@ -286,6 +282,7 @@ def test_a_metric_of_a_loss_has_a_name_of_its_own():
         objective_of(replace(BASE, **{"train.loss": Overwriting()}))
 
 
+@pytest.mark.slow
 def test_steps_between_records_of_layers_are_the_same_without_them():
     cfg = replace(BASE, **{"metrics.layers_every": 10})
     here, mesh = on_mesh("data=2", cfg)
@@ -296,6 +293,7 @@ def test_steps_between_records_of_layers_are_the_same_without_them():
     assert float(without["loss"]) == pytest.approx(float(there["loss"]), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_moving_average_is_that_of_the_weights_after_a_post_update():
     cfg = replace(BASE, **{"train.probes": (), "optimizer.ema.decay": 0.5})
     here, mesh = on_mesh("data=2", cfg)

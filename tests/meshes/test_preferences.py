@@ -84,12 +84,13 @@ def test_steps(mesh, values, devices):
     assert found.update is not None and not found.mismatches()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "values"),
     [
         ("sequence=2,tensor=2,context=ring", SOFTCAP),
-        slow("pipeline=2,num_microbatches=2,data=2,sequence=2,layer_loop=unroll", {}),
-        slow("data=2,num_microbatches=2,zero=2,layer_loop=unroll,loss_chunks=3", SOFTCAP),
+        ("pipeline=2,num_microbatches=2,data=2,sequence=2,layer_loop=unroll", {}),
+        ("data=2,num_microbatches=2,zero=2,layer_loop=unroll,loss_chunks=3", SOFTCAP),
     ],
 )
 def test_scores_and_held_out_loss(mesh, values, devices):

@@ -128,6 +128,7 @@ def test_a_step_that_repeats_its_own_routing_is_the_same_bit_for_bit(devices):
         np.testing.assert_array_equal(again.metrics[name], value, err_msg=name)
 
 
+@pytest.mark.slow
 def test_another_routing_gives_another_loss(devices):
     found, other = alone(DEEPSEEK).metrics, other_alone(DEEPSEEK).metrics
     assert abs(found["loss"] - other["loss"]) > 1e-3

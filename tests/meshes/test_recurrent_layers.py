@@ -130,8 +130,7 @@ sequence=2,tensor=2,layer_loop=scan
 """.split()
 
 
-@pytest.mark.slow  # quicker: test_stages
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", slow_but(["sequence=2,tensor=2"], MESHES))
 def test_delta_net(mesh, devices):
     assert not compare(mesh, DELTA_NET, devices).mismatches()
 
@@ -145,7 +144,8 @@ data=2,tensor=2
 """.split()
 
 
-@pytest.mark.parametrize("mesh", slow_but(DEEPER_MESHES[:1], DEEPER_MESHES))
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", DEEPER_MESHES)
 def test_stages(mesh, devices):
     assert not compare(mesh, DEEPER, devices).mismatches()
 
@@ -159,7 +159,7 @@ expert=2,tensor=2,layer_loop=scan
 """.split()
 
 
-@pytest.mark.slow  # quicker: test_stages has its recurrence, test_kimi_linear experts beside one
+@pytest.mark.slow  # quicker: test_delta_net has its recurrence
 @pytest.mark.parametrize("mesh", QWEN3_NEXT_MESHES)
 def test_qwen3_next(mesh, devices):
     assert not compare(mesh, QWEN3_NEXT, devices).mismatches()
@@ -188,7 +188,7 @@ data=2,layer_loop=scan
 """.split()
 
 
-@pytest.mark.slow  # quicker: test_nemotron_3, which has the same layers
+@pytest.mark.slow  # quicker: model/test_recurrent.py
 @pytest.mark.parametrize("mesh", NEMOTRON_H_MESHES)
 def test_nemotron_h(mesh, devices):
     assert not compare(mesh, NEMOTRON_H, devices).mismatches()
@@ -210,7 +210,8 @@ expert=2,data=2,layer_loop=scan
 """.split()
 
 
-@pytest.mark.parametrize("mesh", slow_but(NEMOTRON_3_MESHES[:1], NEMOTRON_3_MESHES))
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", NEMOTRON_3_MESHES)
 def test_nemotron_3(mesh, devices):
     assert not compare(mesh, NEMOTRON_3, devices).mismatches()
 
@@ -239,7 +240,8 @@ expert=2,data=2,layer_loop=scan
 """.split()
 
 
-@pytest.mark.parametrize("mesh", slow_but(KIMI_LINEAR_MESHES[:1], KIMI_LINEAR_MESHES))
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", KIMI_LINEAR_MESHES)
 def test_kimi_linear(mesh, devices):
     assert not compare(mesh, KIMI_LINEAR, devices).mismatches()
 

@@ -21,7 +21,6 @@ from jaxpar.sharding.params import flat
 from jaxpar.step.state import feedback_of, init_state, to_logical
 from jaxpar.step.train_step import make_gradient_step, make_train_step
 from tests.checkpoint.test_checkpoint import assert_same_bits, write_dataset
-from tests.slow import slow
 from tests.tiny import EXPERTS, TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -55,17 +54,18 @@ def logical_errors(state: Any, cfg: Config) -> dict[str, np.ndarray]:
     return {name: a.sum(specs[name].axes.index("replica")) for name, a in found.items()}
 
 
+@pytest.mark.slow  # quicker: parallel/test_replicas.py
 @pytest.mark.parametrize(
     ("mesh", "method", "more"),
     [
         ("replica=2,data=2,zero=2", "int8", {}),
-        slow("replica=2,data=2,num_microbatches=2,zero=2", "int8", {}),
-        slow("replica=2,data=2,tensor=2", "top_k", {"compute.dtype": "float16"}),
-        slow("replica=2,data=2,expert=2", "int8", {"model.layers.feed_forward": EXPERTS}),
-        slow("replica=4,sequence=2,num_microbatches=2,zero=1", "top_k", {}),
-        slow("pipeline=2,replica=2,num_microbatches=2,layer_loop=unroll", "top_k", {}),
-        slow("pipeline=2,replica=2,num_microbatches=4,virtual_stages=2,zero=1", "int8", {}),
-        slow("replica=2,data=2", "int8", {"lora.rank": 3}),
+        ("replica=2,data=2,num_microbatches=2,zero=2", "int8", {}),
+        ("replica=2,data=2,tensor=2", "top_k", {"compute.dtype": "float16"}),
+        ("replica=2,data=2,expert=2", "int8", {"model.layers.feed_forward": EXPERTS}),
+        ("replica=4,sequence=2,num_microbatches=2,zero=1", "top_k", {}),
+        ("pipeline=2,replica=2,num_microbatches=2,layer_loop=unroll", "top_k", {}),
+        ("pipeline=2,replica=2,num_microbatches=4,virtual_stages=2,zero=1", "int8", {}),
+        ("replica=2,data=2", "int8", {"lora.rank": 3}),
     ],
 )
 def test_what_was_sent_and_what_was_left_out_are_the_gradient(

@@ -13,7 +13,6 @@ from jaxpar.config import Layer, QkNorm, Rope, RopeScaling, replace
 from jaxpar.config.validate import check, resolve
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from tests import weights
-from tests.slow import slow
 from tests.tiny import ATTENTION, GLU, TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -57,21 +56,21 @@ WIDE, NOPE = with_nope(YARN)
 KINDS = [LOCAL, WIDE, LOCAL, NOPE]
 NEIGHBORS = {"layout": "interleaved"}
 
-#: Quicker for layers of two kinds in stages: Gemma 2 in test_families.py.
 CASES = [
-    slow("pipeline=2,num_microbatches=2,zero=1", with_nope(PARTLY) * 2),
+    ("pipeline=2,num_microbatches=2,zero=1", with_nope(PARTLY) * 2),
     ("data=2,sequence=2,tensor=2", KINDS),
-    slow("sequence=2,context=ring", [layer("layers", LONGROPE)] * 4),
-    slow("sequence=2,context=ulysses", with_nope(dataclasses.replace(LONGROPE, **NEIGHBORS)) * 2),
-    slow("data=2,tensor=2,row_groups=2", with_nope(PARTLY, qk_norm=QkNorm()) * 2),
-    slow(
+    ("sequence=2,context=ring", [layer("layers", LONGROPE)] * 4),
+    ("sequence=2,context=ulysses", with_nope(dataclasses.replace(LONGROPE, **NEIGHBORS)) * 2),
+    ("data=2,tensor=2,row_groups=2", with_nope(PARTLY, qk_norm=QkNorm()) * 2),
+    (
         "data=2,tensor=2,layer_loop=scan",
         [layer("layers", dataclasses.replace(YARN, **NEIGHBORS))] * 4,
     ),
-    slow("pipeline=2,num_microbatches=2,virtual_stages=2,zero=1", with_nope(PARTLY) * 4),
+    ("pipeline=2,num_microbatches=2,virtual_stages=2,zero=1", with_nope(PARTLY) * 4),
 ]
 
 
+@pytest.mark.slow  # quicker: convert/test_goldens.py; sequences, test_chunks.py
 @pytest.mark.parametrize(("mesh", "layers"), CASES)
 def test_gradients(mesh, layers, devices):
     cfg = replace(BASE, **{"model.layers": layers})

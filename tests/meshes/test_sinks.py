@@ -78,6 +78,7 @@ def reference_of(cfg: Config) -> tuple:
     return batch, weights.plain_gradients(cfg, batch)
 
 
+@pytest.mark.slow  # quicker: kernels/test_sinks.py
 @pytest.mark.parametrize(("mesh", "values"), CASES)
 def test_gradients(mesh, values, devices):
     cfg = replace(BASE, **values)

@@ -24,8 +24,8 @@ SPREAD = "tensor=2,expert_tensor=1"
 HEADS = {"model.layers.mixer.num_kv_heads": 4}
 
 MESHES = [
-    (f"expert=2,{SPREAD}", DEEPSEEK),
-    slow(SPREAD, BASE),
+    slow(f"expert=2,{SPREAD}", DEEPSEEK),
+    (SPREAD, BASE),
     slow(f"expert=2,{SPREAD},layer_loop=unroll,zero=1", OVER_BATCH),
     slow(f"data=2,{SPREAD},expert_dispatch=rows,layer_loop=unroll", DEEPSEEK),
     slow(f"sequence=2,{SPREAD},remat=none", DEEPSEEK),

@@ -142,7 +142,8 @@ def empty_rows(tree, cfg: Config) -> dict[str, np.ndarray]:
     return {name: np.asarray(a)[empty] for name, a in flat(tree).items() if "layers/" in name}
 
 
-@pytest.mark.parametrize("mesh", [slow(MESHES[0]), MESHES[1], slow(MESHES[2])])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES[:3])
 def test_empty_slots_stay_zero(mesh, devices):
     cfg, mesh = on_mesh(replace(BASE, **{"optimizer.weight_decay": 0.1}), mesh, devices)
     batch = traces.shard_batch(traces.random_batch(cfg), cfg, mesh)
@@ -153,7 +154,8 @@ def test_empty_slots_stay_zero(mesh, devices):
         assert all(not rows.any() for rows in empty_rows(tree, cfg).values())
 
 
-@pytest.mark.parametrize("mesh", [slow(MESHES[1]), MESHES[2]])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES[1:3])
 def test_what_lies_in_an_empty_slot_has_no_effect(mesh, devices):
     """Not even if its layer computes NaN."""
     cfg, mesh = on_mesh(BASE, mesh, devices)

@@ -3,6 +3,8 @@
 import ast
 from pathlib import Path
 
+from tests.meta.test_packages import nodes_of
+
 PACKAGE = Path(__file__).resolve().parents[2] / "jaxpar"
 
 #: Calls that replace or move a file, or read the umask for that, by module and name.
@@ -22,9 +24,9 @@ EXCEPTIONS = {
 }
 
 
-def calls_of(tree: ast.AST):
+def calls_of(text: str):
     """Yield the line and the name of each call that replaces a file."""
-    for node in ast.walk(tree):
+    for node in nodes_of(text):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
             continue
         name, on = node.func.attr, node.func.value
@@ -37,7 +39,7 @@ def calls_of(tree: ast.AST):
 
 
 def places_in(text: str) -> list[str]:
-    return [name for _, name in calls_of(ast.parse(text))]
+    return [name for _, name in calls_of(text)]
 
 
 def test_the_lint_finds_every_way():
@@ -52,7 +54,7 @@ def test_files_are_replaced_by_atomic_alone():
     found, used = [], set()
     for file in sorted(PACKAGE.rglob("*.py")):
         name = str(file.relative_to(PACKAGE))
-        for line, call in calls_of(ast.parse(file.read_text())):
+        for line, call in calls_of(file.read_text()):
             if name in EXCEPTIONS:
                 used.add(name)
             else:

@@ -6,6 +6,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+from tests.meta.test_packages import nodes_of
+
 ROOT = Path(__file__).resolve().parents[2]
 
 #: Modules whose package has another name.
@@ -35,7 +37,7 @@ def imported() -> set[str]:
     """The packages that the package imports, wherever in a file."""
     found = set[str]()
     for file in sorted(set((ROOT / "jaxpar").rglob("*.py")) - {TORCH}):
-        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        for node in nodes_of(file.read_text("utf-8")):
             match node:
                 case ast.Import(names=names):
                     found |= {alias.name.partition(".")[0] for alias in names}

@@ -168,6 +168,7 @@ def test_tables_that_are_made_are_up_to_date(name, page):
     assert expected in read(f"docs/{page}"), f"run python scripts/docs/{name}.py --write"
 
 
+@pytest.mark.slow
 def test_what_pages_say_of_predictions_is_up_to_date():
     script = script_of("plan_calibration")
     for page in script.BLOCKS:

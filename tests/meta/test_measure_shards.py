@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.waits
+pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,7 +21,6 @@ def measured(script: str, *words: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.slow
 def test_shards_are_saved_and_read():
     said = measured("many_shards.py", "--devices", "16", "--arrays", "2")
     saved, read = (json.loads(line) for line in said)
@@ -30,7 +29,6 @@ def test_shards_are_saved_and_read():
     assert read["equal arrays"] == 2
 
 
-@pytest.mark.slow
 def test_one_contender_has_the_lease():
     pytest.importorskip("moto")
     said = measured("leases.py", "--contenders", "16")

@@ -231,6 +231,7 @@ def test_more_gpus_than_can_be_seen_are_refused(targets, monkeypatch, capsys):
     assert "--gpus = 8: only 2 are visible" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_list_that_is_not_read_to_its_end_or_has_no_rows(targets, capsys):
     command = f"{sys.executable} scripts/measure/targets.py 1.5b --list | true"
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)

@@ -21,7 +21,7 @@ from jaxpar.config import ConfigError
 from jaxpar.data.formats.meta import documents_file
 from jaxpar.data.formats.tokens import TokenDataset
 from tests.checkpoint.test_checkpoint import assert_same_bits, base, save, setup
-from tests.meta.test_packages import ROOT, package_files
+from tests.meta.test_packages import ROOT, nodes_of, package_files
 
 __all__ = ["base", "setup"]  # fixtures
 
@@ -42,7 +42,7 @@ UNSAFE_CALLS = {
 
 def unsafe(source: str) -> Iterator[tuple[int, str]]:
     """Line and text of whatever could run code that a file holds."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

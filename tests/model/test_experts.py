@@ -15,6 +15,7 @@ from jaxpar.model import flops
 from jaxpar.model.moe import experts, router
 from jaxpar.model.moe.products import InComputeDtype
 from tests.expert_sums import expert_sums
+from tests.slow import slow
 from tests.tiny import ATTENTION, EXPERTS
 
 
@@ -96,7 +97,7 @@ CLAMPED = ClampedSwiGLU(limit=1.0, alpha=1.702)
 
 @pytest.mark.parametrize(
     ("glu", "biased"),
-    [(SwiGLU(), False), (GeGLU(), True), (CLAMPED, True)],
+    [slow(SwiGLU(), False), slow(GeGLU(), True), (CLAMPED, True)],
     ids=lambda value: str(value) if isinstance(value, bool) else type(value).__name__,
 )
 def test_written_out_backward_is_the_gradient(glu, biased):
@@ -131,7 +132,12 @@ def test_written_out_backward_is_the_gradient(glu, biased):
 
 @pytest.mark.parametrize(
     ("activation", "biased"),
-    [("silu", False), ("silu", True), ("gelu", False), (ClampedSwiglu(limit=30.0), True)],
+    [
+        slow("silu", False),
+        slow("silu", True),
+        slow("gelu", False),
+        (ClampedSwiglu(limit=30.0), True),
+    ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_gradients_in_float8_are_near_the_exact_ones(activation, biased):

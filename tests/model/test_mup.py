@@ -112,6 +112,7 @@ def lowered(devices, **fields) -> str:
     return make_train_step(cfg, mesh, None).lower(abstract_state(cfg), batch).as_text()
 
 
+@pytest.mark.slow
 def test_the_base_model_is_the_plain_model(devices):
     """The same program, initial weights and state."""
     assert lowered(devices, **BASE) == lowered(devices)

@@ -21,6 +21,7 @@ def mlflow(tmp_path, monkeypatch):
     return found
 
 
+@pytest.mark.slow
 def test_all_starts_of_a_run_are_one_run(devices, tmp_path, mlflow):
     run = tmp_path / "run"
     train(config(**ON), run, 0, 3)

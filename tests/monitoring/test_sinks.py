@@ -206,6 +206,7 @@ def offline(monkeypatch, tmp_path) -> Config:
     return config(**{"metrics.wandb": "somebody/jaxpar", "metrics.tensorboard": False})
 
 
+@pytest.mark.slow
 def test_wandb_offline_is_one_run_over_all_starts(devices, tmp_path, offline):
     cfg = offline
     folder = tmp_path / "a run"

@@ -16,7 +16,6 @@ from jaxpar.sharding.params import abstract, count, flat
 from jaxpar.step.state import abstract_state, init_state
 from tests.optimizer.test_muon import on_mesh
 from tests.optimizer.updates import gradients, weights_after
-from tests.slow import slow
 from tests.tiny import EXPERTS, GLU, TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
@@ -83,15 +82,16 @@ def test_an_expert_is_updated_by_its_own_gradients():
         assert (one[name][:, 1] != other[name][:, 1]).any(), name
 
 
+@pytest.mark.slow  # quicker: test_muon.py
 @pytest.mark.parametrize(
     ("mesh", "fields"),
     [
         ("replica=2,data=2,tensor=2", {"model.layers.feed_forward": GLU}),
-        slow("replica=2,data=2,expert=2,tensor=2", {}),
-        slow("pipeline=2,data=2,sequence=2,num_microbatches=2,zero=1", {}),
-        slow("pipeline=2,layers_per_stage=3,1,num_microbatches=2", {"model.num_layers": 4}),
-        slow("data=2,tensor=2", {"optimizer.first_moment_dtype": "bfloat16"}),
-        slow("data=2,tensor=2", {"optimizer.beta1": 0.0}),
+        ("replica=2,data=2,expert=2,tensor=2", {}),
+        ("pipeline=2,data=2,sequence=2,num_microbatches=2,zero=1", {}),
+        ("pipeline=2,layers_per_stage=3,1,num_microbatches=2", {"model.num_layers": 4}),
+        ("data=2,tensor=2", {"optimizer.first_moment_dtype": "bfloat16"}),
+        ("data=2,tensor=2", {"optimizer.beta1": 0.0}),
     ],
 )
 def test_a_mesh_computes_the_updates_of_one_device(mesh, fields, devices):

@@ -32,7 +32,7 @@ from jaxpar.sharding.params import flat
 from jaxpar.step.state import bytes_per_device, init_state
 from jaxpar.step.train_step import make_train_step
 from tests.optimizer.updates import gradients, weights_after
-from tests.slow import slow, slow_but
+from tests.slow import slow
 from tests.tiny import SMALL
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
@@ -258,12 +258,10 @@ def test_the_update_is_that_of_plain_numpy(devices, weights, name):
     assert distance(exact, wanted) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "name"),
-    slow_but(
-        [("sharded", "adamw")],
-        itertools.product([mesh for mesh in MESHES if mesh != "one device"], RULES_OF),
-    ),
+    [*itertools.product([mesh for mesh in MESHES if mesh != "one device"], RULES_OF)],
 )
 def test_every_mesh_has_the_same_blocks(weights, mesh, name):
     assert distance(weights(**RULES_OF[name], **MESHES[mesh]), weights(**RULES_OF[name])) < 1e-6

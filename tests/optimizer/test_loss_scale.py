@@ -168,6 +168,7 @@ def test_the_scale_falls_with_overflow_and_rises_without(devices):
     assert all(int(m["in_a_row"]) == 0 for m in seen)  # overflow is not held against the run
 
 
+@pytest.mark.slow
 def test_at_scale_1_an_overflow_counts(devices):
     cfg, step, fresh = make(devices, **MESHES["one"], **FLOAT16, **{"guard.loss_scale": 1.0})
     now, seen = run(cfg, step, fresh(), "bb")

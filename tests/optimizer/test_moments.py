@@ -29,7 +29,7 @@ from jaxpar.step.state import (
 )
 from jaxpar.step.train_step import make_train_step
 from tests.optimizer.updates import weights_after
-from tests.slow import slow, slow_but
+from tests.slow import slow
 from tests.tiny import SMALL
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
@@ -116,7 +116,8 @@ def test_a_state_has_so_many_bytes_per_parameter(devices, name, fields, bytes_ea
     assert kept == jax.tree.map(lambda a: (a.shape, a.dtype), abstract_state(cfg))
 
 
-@pytest.mark.parametrize("name", ["adamw", slow("lion"), slow("sgd")])
+@pytest.mark.slow  # quicker: step/test_host_masters.py
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
 def test_offloaded_moments_lie_in_host_memory_before_and_after_a_step(devices, name):
     cfg, mesh = ready(devices, **{"optimizer.name": name}, **OFFLOAD, **MESHES["sharded"])
     state = init_state(cfg, mesh)
@@ -178,6 +179,7 @@ def test_every_mesh_rounds_alike(weights, mesh, fields):
     assert distance(weights(**fields, **MESHES[mesh]), weights(**BOTH)) < 1e-6
 
 
+@pytest.mark.slow
 def test_another_seed_rounds_otherwise(weights):
     other = weights(**BOTH, **{"train.seed": 1})
     start = lambda run: {n: run[-1][n] - run[0][n] for n in run[0]}  # noqa: E731
@@ -185,12 +187,10 @@ def test_another_seed_rounds_otherwise(weights):
     assert distances.worst(errors)[0] > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "name"),
-    slow_but(
-        [("sharded", "lion"), ("stages", "adamw")],
-        itertools.product(MESHES, ["adamw", "lion", "sgd"]),
-    ),
+    [*itertools.product(MESHES, ["adamw", "lion", "sgd"])],
 )
 def test_moments_in_host_memory_change_nothing(weights, name, mesh):
     """Up to the order in which the compiler multiplies and adds in another loop: an ulp."""
@@ -198,6 +198,7 @@ def test_moments_in_host_memory_change_nothing(weights, name, mesh):
     assert distance(weights(**OFFLOAD, **fields), weights(**fields)) < 1e-6
 
 
+@pytest.mark.slow
 def test_offloaded_moments_decay_at_their_own_rate(weights):
     """The loop over slices counts a step once, and knows which weights decay."""
     other = {"optimizer.beta1": 0.5, "optimizer.weight_decay": 1.0, "optimizer.schedule": "linear"}
@@ -205,12 +206,14 @@ def test_offloaded_moments_decay_at_their_own_rate(weights):
     assert distance(found, wanted) < 1e-6 < 1e-2 < distance(found, weights())
 
 
+@pytest.mark.slow
 def test_odd_sizes_are_cut_into_whole_slices(weights):
     """Arrays outside the layers go through in equal slices, down to one where nothing divides."""
     odd = {"model.vocab_size": 67, "model.d_model": 31}
     assert distance(weights(**odd, **OFFLOAD), weights(**odd)) < 1e-6
 
 
+@pytest.mark.slow
 def test_conversion_keeps_shardings_and_rounds_to_the_nearest(devices):
     for fields in ({}, OFFLOAD):
         cfg, mesh = ready(devices, **fields, **MESHES["sharded"])

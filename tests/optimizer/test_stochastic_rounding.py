@@ -93,6 +93,7 @@ def test_rows_of_another_order_keep_their_numbers():
     np.testing.assert_array_equal(random_bits(key, (3, 3), spec, order), whole[order])
 
 
+@pytest.mark.slow
 def test_numbers_look_random():
     """Each bit as often set as not, whatever bit of a neighbor is set; no number twice as often as
     chance has it."""

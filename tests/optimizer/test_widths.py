@@ -16,6 +16,7 @@ from jaxpar.optimizer.rules import adamw, lion, make_optimizer
 from jaxpar.sharding.params import abstract, decay_mask, flat
 from tests.model.test_mup import WIDE
 from tests.optimizer.updates import gradients
+from tests.slow import slow
 from tests.tiny import EXPERTS, GLU, TINY
 
 STEPS, RATE, DECAY = 2, 1e-2, 0.1
@@ -40,7 +41,7 @@ def updates(rule: optax.GradientTransformation, params, grads) -> list:
     return found
 
 
-@pytest.mark.parametrize("name", ["lion", "adafactor"])
+@pytest.mark.parametrize("name", [slow("lion"), "adafactor"])
 def test_the_rate_is_divided_by_the_inputs_and_decay_is_not(name):
     cfg = configured(name)
     specs = param_specs(cfg.model)

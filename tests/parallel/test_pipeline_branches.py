@@ -131,11 +131,11 @@ FLOAT8 = {
         slow(TENSOR_2),
         TENSOR_2 | {"parallel.data": 2, "parallel.row_groups": 2, "parallel.num_microbatches": 2},
         TENSOR_2 | {"parallel.pipeline_save": "inputs", "parallel.remat": "full"},
-        TENSOR_2 | {"parallel.layer_loop": "scan"},
+        slow(TENSOR_2 | {"parallel.layer_loop": "scan"}),
         slow(TENSOR_2 | {"model.layers.feed_forward": EXPERTS}),
         slow(TENSOR_2 | {"lora.rank": 2}),
         slow(TENSOR_2 | NORM_AND_BIASES),
-        TENSOR_2 | FLOAT8,
+        slow(TENSOR_2 | FLOAT8),
     ],
     ids=lambda fields: " ".join(name.partition(".")[2] for name in fields),
 )
@@ -184,14 +184,15 @@ def test_without_stages_pieces_go_over_tensor_by_permutes(devices):
     assert ("ppermute", "tensor") in found and ("all_to_all", "tensor") not in found
 
 
-@pytest.mark.parametrize("save", ["residuals", slow("inputs")])
+@pytest.mark.slow
+@pytest.mark.parametrize("save", ["residuals", "inputs"])
 @pytest.mark.parametrize(
     ("virtual", "tensor", "schedule", "slots"),
     [
-        slow(1, 1, "1f1b", {3}),
-        slow(2, 1, "1f1b", {7}),
+        (1, 1, "1f1b", {3}),
+        (2, 1, "1f1b", {7}),
         (2, 2, "1f1b", {7}),
-        slow(1, 1, "zero_bubble", {3, 2}),  # of the stash, and of postponed weight gradients
+        (1, 1, "zero_bubble", {3, 2}),  # of the stash, and of postponed weight gradients
     ],
 )
 def test_what_the_ring_begins_with_is_never_read(
@@ -223,7 +224,7 @@ def test_what_the_ring_begins_with_is_never_read(
     ("fields", "devices_used", "loops"),
     [
         slow({}, 2, 1),
-        ({"parallel.tensor": 2, "parallel.row_groups": 2}, 4, 1),
+        slow({"parallel.tensor": 2, "parallel.row_groups": 2}, 4, 1),
         slow({"parallel.virtual_stages": 1, "parallel.sequence": 2}, 4, 2),
         ({"parallel.pipeline": 1, "parallel.virtual_stages": 1, "parallel.data": 2}, 2, 1),
     ],

@@ -69,7 +69,8 @@ GPIPE = {"parallel.schedule": "gpipe"}
 UNROLLED = {"parallel.layer_loop": "unroll", "parallel.zero": 1}
 
 
-@pytest.mark.parametrize("save", ["residuals", slow("inputs")])
+@pytest.mark.slow  # quicker: test_schedules.py
+@pytest.mark.parametrize("save", ["residuals", "inputs"])
 def test_memory_is_flat_in_microbatches(save, mesh):
     fields = {"parallel.pipeline_save": save}
     sizes = [temporary_bytes(config(M, **fields), mesh) for M in MICROBATCHES]
@@ -111,7 +112,7 @@ def test_gpipe_computes_the_same(fields, devices):
 @pytest.mark.parametrize(
     "fields",
     [
-        slow({}),  # quicker: the ring of branches, in test_pipeline_branches.py
+        slow({}),
         slow({"parallel.sequence": 2, "parallel.virtual_stages": 2}),
         slow({"parallel.data": 2, "parallel.zero": 3}),
         slow(GPIPE),
@@ -134,6 +135,7 @@ def test_what_lies_in_the_ring_before_its_first_value_is_never_used(fields, devi
     assert not distances.differing_arrays(found.gradients, wanted.gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("virtual", [1, 2])
 def test_evaluation_takes_the_head_once_for_each_microbatch(virtual, mesh, monkeypatch):
     taken, head = [], transformer.head

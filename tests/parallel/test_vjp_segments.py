@@ -112,7 +112,7 @@ def barriers_over_sums(cfg: Config, devices) -> int:
         (ACCUMULATED, LAYERS - 1),
         slow({"parallel.tensor": 2, "parallel.data": 1}, LAYERS - 1),
         slow(ACCUMULATED | WINDOWS, LAYERS // 2 - 1),
-        (PIPELINE | {"parallel.pipeline_save": "inputs"}, LAYERS // 2 - 1),
+        slow(PIPELINE | {"parallel.pipeline_save": "inputs"}, LAYERS // 2 - 1),
     ],
 )
 def test_a_layers_gradients_are_added_before_the_next_layers_backward(

@@ -10,7 +10,6 @@ from jaxpar.config.command_line import load_config
 from jaxpar.config.validate import resolve
 from jaxpar.prediction.layouts import describe, divisors, legal_layouts, meshes, values_of
 from jaxpar.tools.planning.questions import counts_of_gpus
-from tests.slow import slow
 
 #: Odd numbers, so that many rules refuse something.
 SMALL = replace(
@@ -59,7 +58,8 @@ def brute_force(cfg: Config, gpus: int) -> set[tuple]:
     return found
 
 
-@pytest.mark.parametrize(("gpus", "least"), [(2, 50), slow(4, 100)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("gpus", "least"), [(2, 50), (4, 100)])
 def test_listing_is_the_brute_force_one(gpus, least):
     listing = legal_layouts(SMALL, gpus, {})
     listed = [tuple(values_of(cfg).values()) for cfg in listing.configs]
@@ -78,6 +78,7 @@ def test_fixed_fields_stay():
         assert {name: values_of(cfg)[name] for name in fixed} == fixed
 
 
+@pytest.mark.slow
 def test_coarse_is_a_part_of_all():
     everything = {tuple(values_of(c).values()) for c in legal_layouts(SMALL, 4, {}).configs}
     coarse = {

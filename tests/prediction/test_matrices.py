@@ -20,7 +20,6 @@ from jaxpar.prediction.shard import shard_of, state_bytes
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.step.state import abstract_state, state_shardings
 from tests.optimizer.updates import update_step
-from tests.slow import slow
 from tests.tiny import EXPERTS, TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -33,12 +32,13 @@ def on(mesh: str, **fields):
     return resolve(replace(MUON, parallel=parallel, **fields), math.prod(axis_sizes(parallel)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "fields"),
     [
         ("replica=2,data=2,tensor=2", {}),
-        slow("pipeline=2,data=2,sequence=2,num_microbatches=2", {"model.num_layers": 6}),
-        slow("data=2,expert=2,tensor=2", {"model.layers.feed_forward": EXPERTS}),
+        ("pipeline=2,data=2,sequence=2,num_microbatches=2", {"model.num_layers": 6}),
+        ("data=2,expert=2,tensor=2", {"model.layers.feed_forward": EXPERTS}),
     ],
 )
 def test_bytes_sent_are_those_of_the_program(mesh, fields, devices):

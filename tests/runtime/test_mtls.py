@@ -12,6 +12,7 @@ from jaxpar.config import ConfigError
 from jaxpar.runtime.processes import mtls
 from tests import ranks
 from tests.runtime import certificates
+from tests.slow import slow
 
 pytestmark = [
     pytest.mark.waits,
@@ -40,7 +41,7 @@ def start(address: str, own: int, env: dict[str, str], seconds: int = 200) -> su
     return subprocess.Popen(command, env=ranks.environment(**env), **pipes)
 
 
-@pytest.mark.parametrize("names", ["hosts", "uris"])
+@pytest.mark.parametrize("names", ["hosts", slow("uris")])
 def test_processes_with_certificates_meet(tmp_path, names):
     """By the address in the certificate, or by its URI, of which the prefix is given."""
     alternative = "IP:127.0.0.1" if names == "hosts" else "URI:spiffe://jaxpar.test/run"

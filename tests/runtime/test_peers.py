@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests import ranks
+from tests.slow import slow
 
 pytestmark = pytest.mark.waits
 
@@ -58,7 +59,7 @@ run_program(lambda _: print(connecting.connect(place, 1)))
 """
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", socket.gethostname()])
+@pytest.mark.parametrize("host", ["127.0.0.1", slow(socket.gethostname())])
 def test_a_port_that_another_program_has_is_said_so(host):
     with socket.socket() as other:
         other.bind(("", 0))
@@ -140,7 +141,7 @@ with FakeNvml(gpus).installed():
 """
 
 
-@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("shares", [slow(True), False])
 def test_processes_say_which_gpus_they_take_and_never_share_one(shares):
     task = {"SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
     task |= {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_TRES_PER_TASK": "cpu=1"}
@@ -184,6 +185,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_a_signal_during_the_start_is_heeded_after_the_first_step():
     command = [sys.executable, "-c", STOPPED, f"127.0.0.1:{ranks.free_port()}"]
     env = ranks.environment()

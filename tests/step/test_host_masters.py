@@ -13,7 +13,6 @@ from jaxpar.config.validate import resolve
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import init_state, state_shardings
 from jaxpar.step.train_step import make_eval_step, make_gradient_step, make_train_step
-from tests.slow import slow
 from tests.tiny import EXPERTS, TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
@@ -61,7 +60,8 @@ def kinds_of(tree):
     return {a.sharding.memory_kind for a in jax.tree.leaves(tree)}
 
 
-@pytest.mark.parametrize("mesh", ["sharded", *(slow(name) for name in MESHES if name != "sharded")])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["sharded", *(name for name in MESHES if name != "sharded")])
 def test_losses_and_updates_are_those_of_masters_on_the_device(devices, mesh):
     """The first loss and norm bit for bit; updates but for the order of sums in a loop: an ulp."""
     found, wanted = [], []
@@ -105,6 +105,7 @@ def test_masters_and_moments_lie_in_host_memory(devices):
     assert kinds_of(state.opt_state[0].mu) == {"pinned_host"}
 
 
+@pytest.mark.slow
 def test_a_step_that_is_skipped_keeps_every_bit(devices):
     cfg, mesh = ready(devices, **MASTERS)
     state = init_state(cfg, mesh)

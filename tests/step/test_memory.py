@@ -88,6 +88,7 @@ def test_the_step_takes_over_every_byte_of_the_state(devices, name):
     assert whole / mesh.size <= taken_over < 1.1 * whole / (mesh.size // cfg.parallel.replica)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [slow(SHARDED), slow(VIRTUAL), {"optimizer.offload": True}])
 def test_after_a_step_the_old_state_is_gone(devices, fields):
     cfg, mesh = ready(devices, **fields)
@@ -124,6 +125,7 @@ def test_deterministic_kernels_and_values_on_the_host_are_refused_on_gpus(remat,
     run.check_host_copies(replace(cfg, **{"parallel.remat": "attn_out"}), "gpu")
 
 
+@pytest.mark.slow
 def test_zero_2_sums_the_gradients_of_shards(devices):
     """ZeRO-1's float32 sums are complete; three quarters of them are missing here."""
     fields = {"parallel.data": 4, "parallel.num_microbatches": 2, "train.global_batch_size": 16}

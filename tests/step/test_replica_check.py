@@ -64,6 +64,7 @@ def test_a_device_that_has_drifted_is_named(devices, mesh_name):
             require_equal(7, [drift])
 
 
+@pytest.mark.slow
 def test_shards_are_compared_with_their_own_copies(devices):
     """And of two copies that differ, neither is accused."""
     cfg = replace(Config(), **STATE, **{"parallel.replica": 2, "parallel.data": 2})

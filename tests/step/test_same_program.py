@@ -27,7 +27,6 @@ from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.identity import identity
 from jaxpar.step.state import abstract_state, state_shardings
 from jaxpar.step.train_step import make_train_step
-from tests.slow import slow
 from tests.tiny import TINY
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,13 +75,14 @@ def hashes_of(item: str) -> tuple[str, str]:
     return hashlib.sha256(content[0]).hexdigest(), hashlib.sha256(content[1]).hexdigest()
 
 
+@pytest.mark.slow
 @pytest.mark.waits
 @pytest.mark.parametrize(
     "item",
     [
         "pipeline=2,sequence=2,num_microbatches=2,layer_loop=scan",
-        slow("pipeline=2,data=2,sequence=2,tensor=2,num_microbatches=2,layer_loop=unroll"),
-        slow("replica=2,data=4,tensor=2,layer_loop=unroll"),
+        "pipeline=2,data=2,sequence=2,tensor=2,num_microbatches=2,layer_loop=unroll",
+        "replica=2,data=4,tensor=2,layer_loop=unroll",
     ],
 )
 def test_another_process_lowers_the_same_step(item):

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("quick_compile_of_module")
 STEPS = ("--train.num-steps=4", "--checkpoint.every=2", "--evaluation.every=0")
 
 
+@pytest.mark.slow
 def test_a_run_that_is_not_stored_ends_with_its_own_code_and_is_later(
     s3, address, store, train_on, config_file, capfd, monkeypatch
 ):

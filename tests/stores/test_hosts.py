@@ -13,6 +13,8 @@ from jaxpar.stores.reading import for_reading
 from tests.checkpoint.test_checkpoint import assert_same_bits, base, random_state, setup
 from tests.stores.hosts import run_hosts
 
+pytestmark = pytest.mark.slow  # quicker: test_shards.py
+
 __all__ = ["base", "setup"]  # fixtures
 
 FIELDS = {"parallel.data": 2, "parallel.tensor": 2, "optimizer.name": "sgd"}
@@ -51,7 +53,6 @@ def test_two_hosts_without_a_shared_folder_write_what_one_would(of_hosts, addres
     same_as_saved(address, cfg, mesh, 4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 def test_other_hosts_continue_from_the_store(of_hosts, address, store, tmp_path, count):
     cfg, mesh = of_hosts
@@ -63,7 +64,6 @@ def test_other_hosts_continue_from_the_store(of_hosts, address, store, tmp_path,
     same_as_saved(address, cfg, mesh, 6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "hosts"),
     [
@@ -102,7 +102,6 @@ def test_a_step_that_not_all_have_sent_is_absent(of_hosts, address, store, tmp_p
     same_as_saved(address, cfg, mesh, 4)
 
 
-@pytest.mark.slow
 def test_a_rewind_fetches_the_newest_checkpoint(of_hosts, tmp_path):
     cfg, _ = of_hosts
     codes, told = run_hosts(cfg, tmp_path, 4, "rewind")

@@ -25,6 +25,7 @@ def losses(run_dir) -> dict[int, list[float]]:
     return found
 
 
+@pytest.mark.slow  # quicker: test_mirror.py, test_fetching.py
 def test_a_run_continues_from_the_store_alone(address, store, train_on, config_file, capfd):
     url, here = str(address), local_folder(address, "runs")
     args = ("--train.num-steps=20", "--checkpoint.every=10", "--evaluation.every=0")

@@ -28,6 +28,7 @@ def losses(run: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
+@pytest.mark.slow
 def test_a_cooldown_from_a_checkpoint_is_the_run_that_had_it_from_the_start(
     run, config_file, train_on, capsys
 ):

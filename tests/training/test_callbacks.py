@@ -106,6 +106,7 @@ def test_it_stops_a_run_of_the_command_and_adds_metrics(train_on, config_with, t
     assert named == {"key": "", "loss": 5.3, "share": 0.5}
 
 
+@pytest.mark.slow  # quicker: bit for bit, below
 def test_state_is_kept_over_a_kill_and_a_resume_on_another_mesh(
     train_on, config_with, tmp_path, capsys
 ):
@@ -162,6 +163,7 @@ def test_a_copy_in_memory_has_its_state(train_on, config_with, tmp_path, monkeyp
     assert kept["seen"] == list(range(1, 13))
 
 
+@pytest.mark.slow
 def test_one_that_is_gone_is_named(train_on, config_with, capsys):
     short = [*WORDS, "--train.num-steps", "4"]
     assert train_on(2, config_with("StopBelow(loss=0.0, key='low'),"), *short) == 0
@@ -195,6 +197,7 @@ def test_an_option_that_is_a_function_is_refused(config_file):
         own.check(cfg)
 
 
+@pytest.mark.slow
 def test_a_run_folder_goes_on_with_its_code(train_on, config_with, tmp_path):
     file, more = config_with("SaveAt(step=2),"), ["--train.num-steps", "8"]
     words = [*WORDS, "--train.num-steps", "4"]

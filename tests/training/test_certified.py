@@ -58,6 +58,7 @@ def certifies(monkeypatch) -> list[list[str]]:
     return commands
 
 
+@pytest.mark.slow  # quicker: what certify refuses, below
 def test_a_run_is_certified_first_and_once(certifies, train_on, config_file, capsys):
     run = Path(config_file).parent / "run"
     assert train_on(1, config_file, *SHORT, "--certify") == exit_codes.EXIT_OK
@@ -78,6 +79,7 @@ def test_a_run_is_certified_first_and_once(certifies, train_on, config_file, cap
     }
 
 
+@pytest.mark.slow
 def test_a_run_that_is_not_certified_does_not_begin(
     certifies, train_on, config_file, capsys, monkeypatch
 ):
@@ -113,6 +115,7 @@ def test_a_crash_is_no_verdict(config_file, monkeypatch):
     assert failed.value.code == exit_codes.EXIT_ERROR
 
 
+@pytest.mark.slow  # quicker: monitoring/test_certificate.py
 def test_the_source_of_a_component_changes(certifies, train_on, config_file, capsys):
     file = Path(config_file)
     file.write_text(OWN + file.read_text().replace("Attention(num", "Own(num"))

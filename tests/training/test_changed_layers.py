@@ -60,6 +60,7 @@ def losses(run: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
+@pytest.mark.slow  # quicker: the places of weights, below
 @pytest.mark.usefixtures("quick_compile")
 def test_a_run_continues_after_some_layers_got_a_window(write, train_on, tmp_path, capfd):
     run = tmp_path / "run"
@@ -132,6 +133,7 @@ def test_a_run_that_ends_before_its_first_save_maps_again(write, train_on, tmp_p
     assert {step: losses(run)[step] for step in wanted} == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 def test_a_refused_change_writes_nothing(write, train_on, tmp_path):
     assert train_on(1, write("[block] * 6")) == exit_codes.EXIT_OK

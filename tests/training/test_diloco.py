@@ -18,6 +18,8 @@ from jaxpar.runtime import exit_codes
 from jaxpar.sharding.mesh import make_mesh
 from tests.slow import slow
 
+pytestmark = pytest.mark.slow  # quicker: meshes/test_diloco.py, checkpoint/test_replicas.py
+
 FIELDS = """--parallel.replica 2 --diloco.every 4 --diloco.fragments 2 --train.num-steps 7
 --checkpoint.every 3 --checkpoint.keep 9 --evaluation.every 0
 --optimizer.warmup-steps 0"""
@@ -60,7 +62,6 @@ def test_resumes_with_the_same_bits_between_outer_steps(run, train, fields, tmp_
     assert read_saved(run, 6).fingerprints != read_saved(run, 3).fingerprints
 
 
-@pytest.mark.slow
 def test_steps_by_hand_and_taken_again(run, fields, only_devices, write_config, tmp_path):
     """A trainer's steps and a replay have the same programs as the loop."""
     words = [word.removeprefix("--").replace("-", "_") for word in (*FIELDS.split(), *fields)]

@@ -48,16 +48,16 @@ def test_right_kernels_pass(expert_dim):
     assert max(exact.values()) < 1e-6
 
 
-@pytest.mark.parametrize("expert_dim", [slow(0), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("expert_dim", [0, 1])
 def test_right_kernels_in_float8_pass(expert_dim):
     cfg = execution(**{"compute.matmul_dtype": "float8"}).cfg
     errors = experts_selftest.errors_of(cfg, expert_dim)
     assert all(error < 1e-2 for error in errors.values()), errors
 
 
-@pytest.mark.parametrize(
-    ("limit", "dtype"), [(0.3, "compute"), slow(7.0, "compute"), slow(7.0, "float8")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("limit", "dtype"), [(0.3, "compute"), (7.0, "compute"), (7.0, "float8")])
 def test_kernels_with_biases_and_clamps_pass(limit, dtype):
     clamped = Glu(16, ClampedSwiglu(limit=limit), bias=True)
     gpt_oss = {EXPERT: clamped, "compute.matmul_dtype": dtype}
@@ -67,6 +67,7 @@ def test_kernels_with_biases_and_clamps_pass(limit, dtype):
     assert all(least <= error < 1e-2 for error in errors.values()), errors
 
 
+@pytest.mark.slow
 def test_kernels_without_a_gate_pass():
     plain = {EXPERT: Mlp(16, "relu_squared")}
     for expert_dim in (0, 1):
@@ -108,6 +109,7 @@ def test_a_wrong_kernel_is_named(run_as_if_on_hopper, monkeypatch):
     assert "out is off" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_wrong_kernel_in_float8_is_named(run_as_if_on_hopper, monkeypatch):
     plain = reference.grouped_outer
     right = lambda x: x.dtype == jnp.float32  # noqa: E731

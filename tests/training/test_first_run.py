@@ -77,6 +77,7 @@ def test_quickstart_prepares_trains_writes_and_says_what_came_out(run_quickstart
     assert saved_steps(run) == [6]
 
 
+@pytest.mark.slow
 def test_a_run_without_checkpoints_ends_without_a_sample(run_quickstart):
     assert "A sample:" not in run_quickstart("--checkpoint.every", "0")[0]
     assert "A sample:" in run_quickstart("--train.log-every", "100")[0]

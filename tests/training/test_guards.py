@@ -150,6 +150,7 @@ def test_a_spike_that_returns_ends_the_run_after_as_many_rewinds(spiky, noise, t
     assert read_skipped(tmp_path / "run") == SkippedBatches(((45, 3),), 2)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_told_to_stop_ends_instead_of_a_rewind(spiky, monkeypatch, tmp_path, capfd):
     write_previous = MetricsWriter.write_previous
 
@@ -210,6 +211,7 @@ def test_a_metric_that_is_not_recorded_cannot_be_watched(spiky):
         spiky(1, "--guard.spike-metric", "layer_grad_norm")
 
 
+@pytest.mark.slow
 def test_a_metric_of_layers_that_some_steps_lack_cannot_be_watched(spiky):
     watched = ("--guard.spike-metric", "layer_grad_norm", "--metrics.layers", "cheap")
     with pytest.raises(ConfigError, match=r"'layer_grad_norm': .*--metrics.layers_every 1"):

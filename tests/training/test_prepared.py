@@ -75,7 +75,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["unequal stages"], RUNS))
+@pytest.mark.parametrize("name", slow_but(["one device"], RUNS))
 def test_nothing_is_compiled_after_the_first_step(name, train_on, config_file, compiled_in_loop):
     number, fields = RUNS[name]
     assert train_on(number, config_file, *SHORT.split(), *fields.split()) == exit_codes.EXIT_OK

@@ -1,5 +1,6 @@
 """Data sources with `next`: where a run stops, goes back, or leaves out batches, so do they."""
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -63,18 +64,18 @@ class Fails(jaxpar.Callback):
 WORDS = "--train.num-steps 12 --checkpoint.every 4 --evaluation.every 0 --data.prefetch 3".split()
 
 
+def with_source(file: str, plain: str, source="Walk()", code="", callbacks="") -> str:
+    """Write a config file with a source, its code, and callbacks. Returns its name."""
+    text = plain.replace("seq_len=32", f"seq_len=32, source={source}")
+    text = text.replace("log_every=1", f"log_every=1, callbacks=({callbacks})")
+    Path(file).write_text(CODE + code + text, "utf-8")
+    return file
+
+
 @pytest.fixture
 def config_with(config_file):
     """(source, code of it, callbacks) -> a config file with them."""
-    plain = Path(config_file).read_text("utf-8")
-
-    def made(source: str = "Walk()", code: str = "", callbacks: str = "") -> str:
-        text = plain.replace("seq_len=32", f"seq_len=32, source={source}")
-        text = text.replace("log_every=1", f"log_every=1, callbacks=({callbacks})")
-        Path(config_file).write_text(CODE + code + text, "utf-8")
-        return config_file
-
-    return made
+    return functools.partial(with_source, config_file, Path(config_file).read_text("utf-8"))
 
 
 def position(run: Path, step: int | None = None) -> dict:
@@ -82,17 +83,24 @@ def position(run: Path, step: int | None = None) -> dict:
     return json.loads(read_saved(run, step).position)
 
 
+@pytest.fixture(scope="module")
+def walked(train_on, write_config, tmp_path_factory) -> Path:
+    """A run of 12 steps on two devices. Tests must not write to it."""
+    file = write_config(tmp_path_factory.mktemp("walked"))
+    with_source(file, Path(file).read_text("utf-8"))
+    assert train_on(2, file, *WORDS) == exit_codes.EXIT_OK
+    return Path(file).parent / "run"
+
+
 @pytest.fixture
-def uninterrupted(train_on, config_with, tmp_path) -> Path:
-    """A run of 12 steps on two devices."""
-    whole = tmp_path / "whole"
-    assert train_on(2, config_with(), *WORDS, "--run.dir", str(whole)) == exit_codes.EXIT_OK
-    return whole
+def uninterrupted(walked, tmp_path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(walked, tmp_path / "whole")
 
 
-def test_a_checkpoint_has_the_state_after_its_steps(uninterrupted):
+def test_a_checkpoint_has_the_state_after_its_steps(walked):
     for step in (4, 8, 12):
-        found = position(uninterrupted, step)
+        found = position(walked, step)
         assert found["batch"] == found["state"]["batch"] == step
 
 
@@ -123,18 +131,21 @@ def test_on_a_mesh_with_other_sums_it_is_the_function(train_on, config_with, tmp
     ranks.assert_same_records(*runs)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_does_not_read_from_the_start(train_on, config_with):
     assert train_on(2, config_with(), *WORDS, "--train.num-steps", "4") == exit_codes.EXIT_OK
     code = "\nWalk.start = lambda self, seed: 1 / 0\n"
     assert train_on(2, config_with(code=code), *WORDS) == exit_codes.EXIT_OK
 
 
+@pytest.mark.slow  # quicker: a killed run, above
 def test_it_is_the_function_with_the_same_batches(train_on, config_with, uninterrupted, tmp_path):
     assert train_on(2, config_with("AsFunction()"), *WORDS) == exit_codes.EXIT_OK
     ranks.assert_same_records(tmp_path / "run", uninterrupted)
     assert read_saved(tmp_path / "run").position == ""
 
 
+@pytest.mark.slow  # quicker: test_callbacks.py, whose state is kept there too
 def test_a_copy_in_memory_has_it(train_on, config_with, uninterrupted, tmp_path, monkeypatch):
     (memory,) = folders_of(tmp_path / "memory", 1)
     monkeypatch.setenv(FOLDER, str(memory))
@@ -152,6 +163,7 @@ def test_a_copy_in_memory_has_it(train_on, config_with, uninterrupted, tmp_path,
     ranks.assert_same_records(tmp_path / "run", uninterrupted)
 
 
+@pytest.mark.slow  # quicker: a killed run
 def test_a_source_that_fails_is_resumed_where_it_failed(
     train_on, config_with, uninterrupted, tmp_path
 ):
@@ -173,6 +185,7 @@ Walk.next = fails
     ranks.assert_same_records(tmp_path / "run", uninterrupted)
 
 
+@pytest.mark.slow
 def test_an_earlier_checkpoint_has_its_own(train_on, config_with, uninterrupted, tmp_path):
     """The arrays of the latest are damaged, which shows as they are read."""
     run = tmp_path / "run"
@@ -191,6 +204,7 @@ def test_an_earlier_checkpoint_has_its_own(train_on, config_with, uninterrupted,
     ranks.assert_same_records(run, uninterrupted)
 
 
+@pytest.mark.slow  # quicker: test_guards.py
 def test_a_rewind_goes_back_and_skipped_batches_are_drawn(train_on, config_with, tmp_path):
     """As with the function of the batch's number, in the same runs."""
     flags = [*FLAGS, "--guard.spike", "rewind"]
@@ -211,6 +225,7 @@ def test_a_rewind_goes_back_and_skipped_batches_are_drawn(train_on, config_with,
     ranks.assert_same_records(*runs)
 
 
+@pytest.mark.slow
 def test_a_rewind_before_the_first_checkpoint_starts_over(train_on, config_with, tmp_path):
     flags = [*FLAGS, "--guard.spike", "rewind", "--checkpoint.every", "48"]
     with noisy_batches({NOISE}):

@@ -88,6 +88,7 @@ def test_the_same_losses_on_other_devices(
     assert taken[0] == taken[1] and len(taken[0]) == STEPS
 
 
+@pytest.mark.slow  # quicker: data/test_step_sizes.py
 def test_a_resumed_run_may_change_steps_to_come_only(whole, fields, config_file, train_on):
     run = shutil.copytree(whole, Path(config_file).parent / "run")
     for change, said in (

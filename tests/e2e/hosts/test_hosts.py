@@ -14,7 +14,7 @@ from tests import ranks
 from tests.e2e.hosts.network import Network, require_namespaces
 from tests.e2e.hosts.run import Run, wait_for_step
 
-pytestmark = pytest.mark.usefixtures("namespaces")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("namespaces")]
 
 #: JAX's client aborts a process that its coordinator no longer answers.
 ABORTED = -6
@@ -28,7 +28,6 @@ def namespaces():
     require_namespaces()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("own_names", ["", "127.0.1.1"])
 def test_two_hosts_train_what_one_does(own_names, write_ranks, tmp_path, whole):
     """Also where a host's name is a loopback address to itself, as on Debian."""
@@ -42,7 +41,6 @@ def test_two_hosts_train_what_one_does(own_names, write_ranks, tmp_path, whole):
     ranks.assert_same_run(tmp_path / "run", whole)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(500)
 def test_a_cut_ends_the_run_and_the_next_one_goes_on(write_ranks, tmp_path, whole):
     """No connection closes, so that nobody fails at once."""
@@ -61,7 +59,6 @@ def test_a_cut_ends_the_run_and_the_next_one_goes_on(write_ranks, tmp_path, whol
     ranks.assert_same_run(tmp_path / "run", whole)
 
 
-@pytest.mark.slow
 def test_a_slow_link_changes_no_number(write_ranks, tmp_path, whole):
     config = write_ranks(tmp_path)
     with Network(2) as network:
@@ -73,7 +70,6 @@ def test_a_slow_link_changes_no_number(write_ranks, tmp_path, whole):
     ranks.assert_same_run(tmp_path / "run", whole)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_killed_host(lost, write_ranks, tmp_path):
@@ -89,7 +85,6 @@ def test_a_killed_host(lost, write_ranks, tmp_path):
     assert codes[lost] == -9 and codes[1 - lost] in (1, ABORTED), codes
 
 
-@pytest.mark.slow
 def test_a_coordinator_without_a_name(write_ranks, tmp_path):
     config = write_ranks(tmp_path)
     with Network(2) as network:
@@ -99,7 +94,6 @@ def test_a_coordinator_without_a_name(write_ranks, tmp_path):
     assert set(codes) == {1}, run.said(0)[-2000:] + run.said(1)[-2000:]
 
 
-@pytest.mark.slow
 def test_the_doctor_measures_within_hosts_and_across_them(tmp_path):
     """Started like a run, with the same detection; here by flags."""
     command = [sys.executable, "-m", "jaxpar.doctor", "--only", "hardware,bandwidth"]

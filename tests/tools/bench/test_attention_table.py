@@ -23,7 +23,6 @@ from scripts.measure.attention_shapes import (
     make_shape,
     parse_shapes,
 )
-from tests.slow import slow_but
 
 SMALL = (2, 96, 4, 2, 8)
 KINDS = ("causal", "packed", "window", "zigzag")
@@ -107,7 +106,8 @@ def reference_group(asked):
     return exactness.one_group(asked, saved[0], kernel.backward(asked, saved))
 
 
-@pytest.mark.parametrize("kind", slow_but(["causal", "packed"], KINDS))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_blocked_reference_is_the_reference(kind, monkeypatch):
     monkeypatch.setattr(exactness, "ROWS", 40)
     asked = draw(make_shape(kind, *SMALL), "float32")

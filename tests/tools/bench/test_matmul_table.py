@@ -116,6 +116,7 @@ def test_what_is_another_matmul_alone_is_not_run(tmp_path, monkeypatch):
     assert each[LOSS].us == {} and list(each[QKV].us) == ["cublaslt_fission 6"]
 
 
+@pytest.mark.slow
 def test_a_program_that_fails_says_why(tmp_path):
     with pytest.raises(
         exit_codes.RunError, match=r"sustained.py none\.json failed:\n(.|\n)*No such"

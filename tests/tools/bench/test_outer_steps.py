@@ -42,6 +42,7 @@ def test_each_fragment_is_timed(devices):
     assert outer_steps.time_outer_steps(plain, mesh, state, no_step) == ({}, state)
 
 
+@pytest.mark.slow
 def test_an_overlap_counts_what_its_steps_take_more(devices, monkeypatch):
     cfg = resolve(replace(TINY, **FIELDS, **{"diloco.overlap": 2}), 2)
     mesh = make_mesh(cfg.parallel, devices[:2])

@@ -4,10 +4,10 @@ import pytest
 
 from scripts.measure import interleaved
 from scripts.measure import recurrence_table as measure
-from tests.slow import slow
 
 
-@pytest.mark.parametrize("rule", ["delta_rule", slow("state_space")])
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["delta_rule", "state_space"])
 def test_a_small_problem(rule, monkeypatch):
     monkeypatch.setattr(interleaved, "BATCH_SECONDS", 1e-3)
     monkeypatch.setattr(measure, "REPEATS", 1)

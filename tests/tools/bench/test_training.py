@@ -80,6 +80,7 @@ def test_its_losses_are_the_training_runs(a_run, train_on, tmp_path):
     assert card["loss"]["last"] == losses[WARM_UP + 4 - 1]
 
 
+@pytest.mark.slow
 def test_it_looks_at_no_run(only_devices, config_file, tmp_path, monkeypatch):
     """What lies at the run.dir of its card is neither read nor moved."""
     monkeypatch.chdir(tmp_path)
@@ -94,6 +95,7 @@ def test_it_looks_at_no_run(only_devices, config_file, tmp_path, monkeypatch):
     assert sorted(folder.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_profiled_steps_go_on_from_the_timed_ones(only_devices, config_file, monkeypatch):
     """They take the next batches, and end the loader; with none asked for, none are run."""
     cfg = training.config_of(read("profile", ["--bench", config_file]))

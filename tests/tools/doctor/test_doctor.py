@@ -33,6 +33,7 @@ def run(tmp_path, *args: str) -> tuple[int, dict]:
     return code, json.loads(file.read_text())
 
 
+@pytest.mark.slow
 def test_sections_that_only_look_and_compute(tmp_path, capsys):
     code, found = run(tmp_path, "--only", "versions,hardware,compute", "--repeats", "1")
     assert code == exit_codes.EXIT_OK and found["verdict"] in ("pass", "warn")

@@ -18,6 +18,8 @@ from jaxpar.step.identity import identity
 from jaxpar.tools.planning import compiling
 from tests.tiny import TINY
 
+pytestmark = pytest.mark.slow
+
 H100 = GPUS["h100"]
 
 
@@ -50,7 +52,6 @@ def on(devices: int, base: Config = TINY, **changes: Any) -> Config:
     return resolve(replace(base, **rows | {"parallel.data": -1} | named), devices)
 
 
-@pytest.mark.slow
 def test_devices_do_not_matter_to_the_program_nor_their_number_to_the_work():
     few, many = on(8, parallel__tensor=2), on(512, parallel__tensor=2, parallel__replica=32)
     real = identity(compiling.lower(few, H100, make_mesh(few.parallel, jax.devices()[:8])))
@@ -64,7 +65,6 @@ def test_devices_do_not_matter_to_the_program_nor_their_number_to_the_work():
 PARALLEL = ("pipeline", "replica", "data", "expert", "sequence", "tensor")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, layers, mesh",
     [

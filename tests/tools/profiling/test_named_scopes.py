@@ -15,7 +15,6 @@ from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step.state import abstract_state, state_shardings
 from jaxpar.step.train_step import make_train_step
 from jaxpar.tools.profiling.trace.kernels import BLOCKS, place_of
-from tests.slow import slow
 
 LAYER = Layer("layers", Attention(num_heads=4, num_kv_heads=2, head_dim=16), Glu(128))
 SMALL = {
@@ -44,20 +43,21 @@ def scopes_in(**changes) -> set[str]:
     return {place_of(name).scope.split("/")[-1] for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "blocks"),
     [
-        slow({"parallel.tensor": 2}, DENSE),
+        ({"parallel.tensor": 2}, DENSE),
         ({"model.layers.feed_forward": SHARED}, EXPERTS),
         (
             {"lora.rank": 4, "compute.matmul_dtype": "float8", "compute.dtype": "bfloat16"},
             {"adapters", "float8_scales"},
         ),
-        slow(
+        (
             {"optimizer.name": "muon", "optimizer.qk_clip": 9.0, "parallel.tensor": 2},
             MUON | QK_CLIP,
         ),
-        slow(
+        (
             {"parallel.pipeline": 2, "parallel.zero": 1, "parallel.num_microbatches": 2},
             {"between_stages", "gather_weights", "scatter_gradients"},
         ),

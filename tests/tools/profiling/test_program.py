@@ -118,6 +118,7 @@ def test_every_host_counts_whatever_its_name(tmp_path):
     assert set(devices) == {f"{host}:{n}" for host in ("10.0.0.1", "10.0.0.2", "3") for n in (0, 1)}
 
 
+@pytest.mark.slow
 def test_a_trace_of_nothing(tmp_path):
     with capture(tmp_path):
         pass

@@ -65,6 +65,7 @@ def shown(profiled, tmp_path_factory) -> dict:
     return json.loads(path.read_text("utf-8")) | {"text": "\n".join(text)}
 
 
+@pytest.mark.slow
 def test_profiles_of_a_running_run_change_no_bit(plain, profiled):
     assert list(profile_folder.profiles_of(profiled)) == [1, 5, 10]
     assert numbers_of(profiled) == numbers_of(plain) and len(numbers_of(plain)) == 14
@@ -144,6 +145,7 @@ def test_a_cut_off_trace_is_refused(profiled, tmp_path):
         call("profile", [str(cut)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "name", "error"),
     [

@@ -91,6 +91,7 @@ def test_runs_are_ranked_and_the_same_command_has_nothing_to_do(swept, tmp_path)
     assert "run 4/4  learning_rate=0.02: finished after" in said
 
 
+@pytest.mark.slow
 def test_other_fields_are_not_shared(swept, tmp_path):
     code, said = swept("--grid", "optimizer.weight_decay=0,0.1", f"{LR}=1e-3")
     assert code == exit_codes.EXIT_OK and "weight_decay=0.1,learning_rate=0.001: finished" in said
@@ -98,6 +99,7 @@ def test_other_fields_are_not_shared(swept, tmp_path):
     assert '"schedule_as_input": false' in config.read_text()
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_or_fails_does_not_end_the_sweep(swept, monkeypatch):
     monkeypatch.setenv("CODE_OF_0.002", "17")
     monkeypatch.setenv("CODE_OF_0.001", "1")
