@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from tests.conftest import compile_quickly
 from tests.mutants import table
-from tests.mutants.every import every_fault, read_results, record
+from tests.mutants.every import every_fault, likeliest_checks, read_results, record
 from tests.mutants.fault import ROOT, Fault
 from tests.mutants.running import (
     Result,
@@ -108,22 +108,23 @@ def _inject(faults: list[Fault], asked: argparse.Namespace) -> list[str]:
         if asked.together:
             unknown = [fault for fault in faults if fault.name not in passed]
             passed |= _passed(unknown, asked.prefix, pool, head)
-        runs = [
-            pool.submit(
-                run, fault, asked.prefix, head, passed.get(fault.name, ""), tests=not asked.no_tests
-            )
-            for fault in faults
-        ]
+
+        def one(fault: Fault) -> Result:
+            known, first = passed.get(fault.name, ""), likeliest_checks(fault)
+            return run(fault, asked.prefix, head, known, first, tests=not asked.no_tests)
+
+        runs = [pool.submit(one, fault) for fault in faults]
         for number, done in enumerate(as_completed(runs), 1):
             try:
-                result: Result = done.result()
+                result = done.result()
             except RunFailed as error:
                 failed.append(str(error))
                 print(f"{number}/{len(runs)} FAILED {error}", flush=True)
                 continue
             record(result)
             took = f"{result.seconds:.0f} CPU s; {time.monotonic() - began:.0f} s in all"
-            what = f"{result.found_by}: {result.line}" if result.found_by else "NOT FOUND"
+            by = " ".join(filter(None, (result.found_by, result.check)))
+            what = f"{by}: {result.line}" if by else "NOT FOUND"
             print(f"{number}/{len(runs)} {result.name}: {what} ({took})", flush=True)
     table.write()
     return failed
@@ -155,7 +156,7 @@ def _clean(faults: list[Fault], asked: argparse.Namespace) -> list[str]:
 
     def command(fault: Fault) -> str:
         with copy_with([]) as root:
-            found, line, seconds = certified(root, fault, asked.prefix)
+            found, line, seconds, _ = certified(root, fault, asked.prefix)
         print(f"{fault.certify}: {found or 'passes'} {line} ({seconds:.0f} CPU s)", flush=True)
         return f"without a fault: {fault.certify}: {found}: {line}" if found else ""
 

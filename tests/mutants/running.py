@@ -20,8 +20,9 @@ from typing import Literal
 
 from tests.mutants.fault import ROOT, Fault
 
-#: The command that should find a fault, and its options before the fault's own.
+#: The command that should find a fault, and what runs it as far as the first failure.
 CERTIFY = ("-m", "jaxpar.certify")
+FIRST_FAILURE = ("-m", "tests.mutants.first_failure")
 
 #: Exit codes of that command: all agree; a mismatch.
 AGREES, DIFFERS = 0, 1
@@ -56,6 +57,8 @@ class Result:
     """The last one that had changed the package."""
     certify: str = ""
     """`Fault.certify` of the run."""
+    check: str = ""
+    """The check of the command that found it."""
 
 
 class RunFailed(Exception):
@@ -103,15 +106,22 @@ def _free_folder() -> Iterator[Path]:
             return
 
 
-def run(fault: Fault, prefix: str, commit: str, passed: str = "", *, tests: bool) -> Result:
+def run(
+    fault: Fault, prefix: str, commit: str, passed: str, first: Sequence[str], *, tests: bool
+) -> Result:
     """Run the command, and where it finds nothing the tests.
 
     Args:     prefix: what precedes each command, such as "nice". passed: how the command is known
-              to find nothing; "" to run it. tests: False to leave them out.
+              to find nothing; "" to run it. first: its checks, the likeliest first. tests: False to
+              leave them out.
     Raises:   RunFailed.
     """
+    check = ""
     with copy_with([fault]) as root:
-        found, line, seconds = ("", passed, 0.0) if passed else certified(root, fault, prefix)
+        if passed:
+            found, line, seconds = "", passed, 0.0
+        else:
+            found, line, seconds, check = certified(root, fault, prefix, first)
         tested = tests and not found
         for test in fault.tests if tested else ():
             passes, took = passes_test(root, test, prefix)
@@ -119,7 +129,7 @@ def run(fault: Fault, prefix: str, commit: str, passed: str = "", *, tests: bool
             if not passes:
                 found, line = "test", test
                 break
-    return Result(fault.name, found, line, tested, round(seconds, 1), commit, fault.certify)
+    return Result(fault.name, found, line, tested, round(seconds, 1), commit, fault.certify, check)
 
 
 def passes_test(root: Path, test: str, prefix: str) -> tuple[bool, float]:
@@ -147,7 +157,7 @@ def passing_together(faults: Sequence[Fault], prefix: str) -> dict[str, str]:
     if len(together) < 2:
         return {}
     with copy_with(together) as root:
-        found, _, _ = certified(root, together[0], prefix)
+        found, *_ = certified(root, together[0], prefix)
     if not found:
         why = f"passed together with {len(together) - 1} others"
         return {fault.name: why for fault in together}
@@ -159,22 +169,31 @@ def passing_together(faults: Sequence[Fault], prefix: str) -> dict[str, str]:
 PYTEST = ("-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-m", "not gpu")
 
 
-def certified(root: Path, fault: Fault, prefix: str) -> tuple[Finder, str, float]:
-    """Return what the command found, the line that says so, and CPU seconds."""
-    code, text, seconds = execute(root, prefix, *CERTIFY, *fault.command)
+def certified(
+    root: Path, fault: Fault, prefix: str, first: Sequence[str] = ()
+) -> tuple[Finder, str, float, str]:
+    """Return what the command found, the line that says so, CPU seconds, and its check.
+
+    Args:     first: checks, the likeliest first.
+    """
+    args = *FIRST_FAILURE, ",".join(first), *fault.command
+    code, text, seconds = execute(root, prefix, *args)
+    begun = re.findall(r"^check: (.*)$", text, re.MULTILINE) or [""]
     if code == AGREES:
-        return "", "passed", seconds
+        return "", "passed", seconds, ""
     if "Traceback (most recent call last)" in text and "ImportError" not in text:
         lines = [line for line in text.splitlines() if re.match(r"[\w.]+(Error|Exception)\b", line)]
-        return "traced", _shortened(lines[-1] if lines else text.splitlines()[-1]), seconds
+        line = _shortened(lines[-1] if lines else text.splitlines()[-1])
+        return "traced", line, seconds, begun[-1]
     if code == DIFFERS:
         wrong = [line for line in text.splitlines() if re.search(r"\boff by\b|\bdiffer\b", line)]
         telling = min(wrong, key=lambda line: "gradient of" not in line)
-        return "certify", telling.partition(": ")[2], seconds
+        return "certify", telling.partition(": ")[2], seconds, begun[-1]
     if code == -signal.SIGXCPU:
-        return "", f"passed nothing in {MOST_SECONDS} CPU seconds", seconds
+        return "", f"passed nothing in {MOST_SECONDS} CPU seconds", seconds, ""
     if code in (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGFPE):
-        return "crashed", f"exit code {code}: {text.strip().splitlines()[-1]}", seconds
+        line = f"exit code {code}: {text.strip().splitlines()[-1]}"
+        return "crashed", line, seconds, begun[-1]
     raise RunFailed(f"{fault.name}: {shlex.join(fault.command)}: exit code {code}\n{text[-2000:]}")
 
 
