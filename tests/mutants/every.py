@@ -38,7 +38,9 @@ def record(result: Result, file: Path = RESULTS) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         results = read_results(file) | {result.name: result}
         lines = (json.dumps(dataclasses.asdict(results[name])) for name in sorted(results))
-        file.write_text("[\n" + ",\n".join(lines) + "\n]\n", "utf-8")
+        new = file.with_suffix(".new")
+        new.write_text("[\n" + ",\n".join(lines) + "\n]\n", "utf-8")
+        new.replace(file)  # at once: others read it
 
 
 #: The checks of the command that take a few CPU seconds at most, the quickest first.
