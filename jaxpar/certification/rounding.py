@@ -5,7 +5,9 @@ makes as many numbers larger as smaller. So errors have a bound that follows fro
 mean of the ratios of norms one of 1%.
 """
 
+import dataclasses
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -39,8 +41,10 @@ from jaxpar.optimizer.moments import in_float32
 from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.replicas.reduction import reduce_compressed
 from jaxpar.sharding.axes import REPLICA
+from jaxpar.sharding.batch import IGNORED
 from jaxpar.sharding.params import flat, partition_specs
 from jaxpar.step.state import init_state
+from jaxpar.step.train_step import make_gradient_step
 
 #: Fields that round matmuls, with their values in float32. In float8, which the two round alike,
 #: all else is float32.
@@ -110,9 +114,22 @@ EVERY: tuple[Fields, ...] = (
 )
 
 
+#: CPU seconds of the process after which no further dtype is looked at.
+UNTIL = 300.0
+
+
 def every_rounding(subject: Subject) -> Iterator[Result]:
-    """Compare every dtype that a config of this model can ask for."""
+    """Compare every dtype that a config of this model can ask for, and does not."""
     for fields in EVERY:
+        asked = subject.asked
+        if EMA in fields and asked.optimizer.ema is None:
+            asked = replace(asked, **{"optimizer.ema": EmaConfig(decay=DECAY)})
+        if all(value_of(asked, path) == value for path, value in fields.items()):
+            continue  # `rounding` did
+        if time.process_time() > UNTIL:
+            why = f"after {UNTIL:.0f} CPU seconds"
+            yield Result("rounding", "", in_words(fields), not_run=why)
+            continue
         yield from _of(subject, fields)
 
 
@@ -152,7 +169,19 @@ def _first(cfg: Config, names: Sequence[str], devices: Sequence[jax.Device]) -> 
 
 def _trace(cfg: Config, subject: Subject) -> Arrays:
     mesh, options = mesh_of(cfg, subject.devices), compile_options(subject.devices)
-    return traces.mesh_trace(cfg, mesh, [traces.random_batch(cfg)], 0, options).gradients
+    batch = [traces.random_batch(cfg)]
+    return traces.mesh_trace(cfg, mesh, batch, 0, options, changed=_uneven).gradients
+
+
+def _uneven(a: jax.Array) -> jax.Array:
+    """Return a weight whose size differs by 16 along each dim, as a whole as before: shards of
+    random values have nearly the same largest one, and so the same scale."""
+    value = np.asarray(a)
+    for dim, n in enumerate(a.shape) if a.ndim > 1 else ():
+        factor = 16.0 ** np.linspace(-0.5, 0.5, n)
+        factor /= np.sqrt(np.mean(factor**2))
+        value = value * factor.reshape(-1, *[1] * (a.ndim - 1 - dim))
+    return jax.device_put(value.astype(a.dtype), a.sharding)
 
 
 def _gradients(subject: Subject, fields: Fields) -> Iterator[Result]:
@@ -163,9 +192,75 @@ def _gradients(subject: Subject, fields: Fields) -> Iterator[Result]:
     # What is gathered is rounded on a mesh alone, as the matmuls round it on one device.
     here = on(replace(rounded, **{"parallel.gather_dtype": "compute"}), ONE, len(subject.devices))
     exact = _trace(on(subject.small, ONE, len(subject.devices)), subject)
-    yield from _compared(
-        name, in_words(fields), subject, _trace(there, subject), _trace(here, subject), exact
-    )
+    found = _trace(there, subject)
+    yield from _compared(name, in_words(fields), subject, found, _trace(here, subject), exact)
+    if "data" in name and fields.get("compute.dtype") == "bfloat16":
+        yield _few_digits(name, found)
+    if fields.get("compute.dtype") == "bfloat16":
+        yield from _accumulated(subject, rounded)
+
+
+def _few_digits(mesh: str, found: Arrays) -> Result:
+    """Look for gradients of which all numbers are bfloat16: float32 sums of several have more."""
+    share = {n: float(np.mean(_short(a))) for n, a in found.items() if a.size > 100 and a.any()}
+    far, where = distances.worst(share)
+    what = "share of a gradient's sums that are bfloat16, compute in bfloat16"
+    return Result("rounding", mesh, what, far, SHORT, where=where)
+
+
+def _short(a: np.ndarray) -> np.ndarray:
+    """Return which numbers bfloat16 has, too; zeros do not count."""
+    bits = np.ascontiguousarray(a, np.float32).view(np.uint32)
+    return (bits & 0xFFFF == 0) & (a != 0)
+
+
+#: Bound on that share: every other sum of two bfloat16 numbers of one size is one.
+SHORT = 0.9
+
+
+#: Meshes that sum gradients over four devices, four microbatches and the rows of each; and one over
+#: the microbatches of stages.
+OF_ROWS = ("data=4,num_microbatches=4,loss_chunks=4", "data=2,num_microbatches=4", ONE)
+OF_STAGES = "pipeline=2,num_microbatches=8"
+
+#: Rows that are summed, each the same, and the bound on the difference to one of them: sums in
+#: float32 are exact but for the last bit, in bfloat16 every other one is rounded.
+ROWS, OF_SUMS_OF_ROWS = 64, 1e-4
+
+
+def _accumulated(subject: Subject, cfg: Config) -> Iterator[Result]:
+    """Compare the gradient of many equal rows with that of one of them, in one program.
+
+    What a row adds is then a power of two times the same number, with the same rounding. A sum over
+    rows, microbatches or devices in a smaller dtype than float32 shows alone.
+    """
+    check, what = "rounding", "gradients of equal rows, compute in bfloat16"
+    if cfg.dpo or cfg.distill or cfg.train.loss:
+        yield Result(check, "", what, not_run="the loss is not that of the next token")
+        return
+    none = dict.fromkeys(("train.balance_loss", "train.router_z_loss"), 0.0)
+    cfg = replace(cfg, **none, **{"train.global_batch_size": ROWS})
+    names = [_first(cfg, OF_ROWS, subject.devices)[0]]
+    names += [OF_STAGES] if any(c.parallel.pipeline > 1 for c in subject.meshes.values()) else []
+    for name in names:
+        try:
+            there = on(cfg, name, len(subject.devices))
+        except ConfigError as error:
+            yield Result(check, name, what, not_run=str(error))
+            continue
+        mesh = mesh_of(there, subject.devices)
+        one = jax.tree.map(lambda a: np.repeat(a[:1], ROWS, axis=0), traces.random_batch(there))
+        first = np.arange(ROWS)[:, None] == 0
+        alone = dataclasses.replace(one, labels=np.where(first, one.labels, np.int32(IGNORED)))
+        batches = [traces.shard_batch(batch, there, mesh) for batch in (one, alone)]
+        params = init_state(there, mesh).params
+        step: Any = make_gradient_step(there, mesh, traces.max_segments(there))
+        step = step.lower(params, batches[0]).compile(compile_options(subject.devices))
+        found, wanted = (traces.to_host(step(params, batch)[1]) for batch in batches)
+        size = {n: np.abs(a).mean() or 1.0 for n, a in wanted.items()}
+        errors = {n: float(np.abs(found[n] - a).mean() / size[n]) for n, a in wanted.items()}
+        far, where = distances.worst(errors)
+        yield Result(check, name, what, far, OF_SUMS_OF_ROWS, where=where)
 
 
 def _sums(subject: Subject, fields: Fields) -> Iterator[Result]:
@@ -250,6 +345,14 @@ def _replicas(subject: Subject, fields: Fields) -> Iterator[Result]:
     bound = 1e-5 if kept else 4 * HALF_BFLOAT16
     what = f"sums over replicas and what is kept, {in_words(fields)}"
     yield Result("rounding", "replica=2", what, far, bound, where=name)
+    batch, options = traces.random_batch(cfg), compile_options(subject.devices)
+    steps = traces.mesh_trace(cfg, mesh, [batch], 1, options, everything=True)
+    for what, pair in steps.same.items():
+        far, name = distances.worst(distances.metric_errors(*pair))
+        on_cpu = subject.devices[0].platform == "cpu"
+        bound = 0.0 if on_cpu else subject.tolerance
+        what = f"{what}, {in_words(fields)}"
+        yield Result("rounding", "replica=2", what, far, bound, where=name if far else "")
 
 
 # -------------------------------------------------------------------------------------- states

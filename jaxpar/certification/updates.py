@@ -22,7 +22,8 @@ from jaxpar.certification.meshes import num_devices, parse_meshes, resolve_meshe
 from jaxpar.certification.results import Result, Subject
 from jaxpar.certification.traces import QUICK_COMPILE, Arrays, initial_params, to_host
 from jaxpar.components.weight import Weight
-from jaxpar.config import Config, present, replace
+from jaxpar.config import Config, present, replace, value_of
+from jaxpar.config.lists import weight_schedules
 from jaxpar.config.schema.optimizer import EmaConfig
 from jaxpar.config.validate import resolve
 from jaxpar.execution.decisions import execution_of
@@ -198,10 +199,12 @@ def _repeated(values: Arrays) -> list[str]:
 
 
 def schedule(subject: Subject) -> Iterator[Result]:
-    """Compare the learning rate at the start, around the warm-up's end, later, and after the end.
+    """Compare the learning rate at the start, around the warm-up's end, later, and after the end;
+    and weights of losses that change.
 
-    Both are of the asked config.
+    All are of the asked config.
     """
+    yield from _loss_weights(subject.asked)
     asked = on_one_device(subject.asked)
     o, n = asked.optimizer, asked.train.num_steps
     if not isinstance(o.schedule, str):
@@ -222,6 +225,19 @@ def schedule(subject: Subject) -> Iterator[Result]:
     at = int(np.argmax(errors))
     where = f"step {steps[at]}: {found[at]:.6g}, not {wanted[at]:.6g}"
     yield Result("schedule", "", "learning rate", float(errors[at]), RATE, where=where)
+
+
+def _loss_weights(asked: Config) -> Iterator[Result]:
+    """Compare weights of losses between and beyond the points of their schedules."""
+    for path in (weight_schedules.Z_LOSS, weight_schedules.MTP_LOSS):
+        if not (points := value_of(asked, path)):
+            continue
+        at, weights = [one.step for one in points], [one.weight for one in points]
+        steps = sorted({max(step + k, 0) for step in at for k in (-1, 0, 1, 3)})
+        wanted = np.interp(steps, at, weights)
+        found = np.array([weight_schedules.weight_at(asked, path, step) for step in steps])
+        error = float(np.abs(found - wanted).max() / max(weights))
+        yield Result("schedule", "", path, error, RATE)
 
 
 #: Bound on the error of a learning rate relative to the peak: float32 counts steps to 1e7.
