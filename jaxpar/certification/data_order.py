@@ -22,6 +22,7 @@ from jaxpar.config.schema.items import BatchSize, MixtureWeights, SequenceLength
 from jaxpar.data.loader import Loader, rows_of_process
 from jaxpar.data.mixture import BLOCK
 from jaxpar.data.packing import pack
+from jaxpar.data.pairs import pack_rows, plan_rows
 from jaxpar.data.skips import SkippedBatches
 from jaxpar.parallel.context import order_of
 from jaxpar.sharding.axes import BATCH_SPEC
@@ -137,6 +138,8 @@ def _of_text(subject: Subject, folder: Path) -> Iterator[Result]:
     yield from _resumed(plain)
     yield from _once(texts[0], plain())
     yield _targets(texts[0])
+    if subject.small.dpo:
+        yield _pairs(subject.small)
     yield from _resized(plain, rows)
     yield from _mixed(texts, plain(path="", mixture=_weighted(paths)))
     yield _restaged(texts, plain(path="", mixture=_weighted(paths), mixture_schedule=LATER))
@@ -199,6 +202,49 @@ def _resumed(plain: Callable[[], Loader]) -> Iterator[Result]:
         if not _same(skipping.batch(step), first.batch(number)):
             wrong.append(f"step {step} without batch 2")
     yield _said("batches after a resume", wrong)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """Documents of which each two are a pair, as a dataset has them."""
+
+    tokens: np.ndarray
+    document_offsets: np.ndarray
+    targets: np.ndarray
+
+
+def _pairs(cfg: Config) -> Result:
+    """Pack random pairs, and compare each place of each row with what its document has there."""
+    rng, T = np.random.default_rng(4), cfg.data.seq_len
+    lengths = rng.integers(2, T // 3, 16)
+    ends = np.cumsum(lengths)
+    tokens = rng.integers(1, cfg.model.vocab_size, ends[-1])
+    dataset: Any = Pairs(tokens, np.r_[0, ends], rng.random(ends[-1]) < 0.7)
+    scores, rows = rng.random(ends[-1]).astype(np.float32), plan_rows(dataset.document_offsets, T)
+    found = pack_rows(dataset, rows, np.arange(len(rows.first) - 1), T, scores)
+    wanted: list[list[tuple[float, ...]]] = [[]]
+    segment = 0
+    for i in range(0, len(ends), 2):
+        if len(wanted[-1]) + sum(lengths[i : i + 2] - 1) > T:
+            wanted.append([])
+        for document in (i, i + 1):
+            segment = wanted[-1][-1][2] + 1 if wanted[-1] else 1
+            begin = ends[document] - lengths[document]
+            for place in range(lengths[document] - 1):
+                own, after = begin + place, begin + place + 1
+                counts = dataset.targets[after]
+                label, score = (tokens[after], scores[after]) if counts else (IGNORED, 0.0)
+                wanted[-1].append((tokens[own], label, segment, place, score))
+    wrong = [] if len(wanted) == len(found.tokens) else [f"{len(found.tokens)} rows"]
+    fields = (*FIELDS, "reference")
+    for number, row in enumerate(wanted[: len(found.tokens)]):
+        for field, values in zip(fields, zip(*row, strict=True), strict=True):
+            here = np.asarray(getattr(found, field))[number]
+            rest = here[len(row) :]
+            unused = field == "labels" and (rest != IGNORED).any()
+            if unused or not np.array_equal(here[: len(row)], np.array(values, here.dtype)):
+                wrong.append(f"{field} of row {number}")
+    return _said("rows of pairs", wrong)
 
 
 def _resized(plain: Callable[..., Loader], rows: int) -> Iterator[Result]:

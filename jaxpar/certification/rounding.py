@@ -13,6 +13,7 @@ from typing import Any
 
 import flax.traverse_util
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -21,6 +22,7 @@ from jaxpar.certification.results import Result, Subject
 from jaxpar.certification.traces import Arrays
 from jaxpar.certification.updates import (
     DECAY,
+    LATE,
     ONE,
     compile_options,
     kinds_of,
@@ -115,7 +117,7 @@ EVERY: tuple[Fields, ...] = (
 
 
 #: CPU seconds of the process after which no further dtype is looked at.
-UNTIL = 300.0
+UNTIL = 400.0
 
 
 def every_rounding(subject: Subject) -> Iterator[Result]:
@@ -360,6 +362,10 @@ def _replicas(subject: Subject, fields: Fields) -> Iterator[Result]:
 #: Updates with one gradient: enough for what is lost each time to show in the mean.
 UPDATES = 16
 
+#: Updates of an average, which starts this share below the weights: each is less than the distance
+#: of two bfloat16 numbers, so that roundings which repeat go on to one side.
+UPDATES_OF_AVERAGE, BELOW = 48, 0.1
+
 #: Meshes of states.
 OF_STATES = ("data=2,tensor=2", "data=2", "data=1")
 
@@ -391,11 +397,14 @@ def _states(subject: Subject, fields: Fields) -> Iterator[Result]:
         "optimizer.ema": EmaConfig(decay=DECAY),
     }
     same["optimizer.moment_block"] = 16  # blocks that a mesh can split
+    if EMA in fields:  # a slow average: what weights change by would hide its rounding
+        same["optimizer.learning_rate"] = 1e-9
     cfg = replace(base, **same, **dict(fields))
     name, there = _first(cfg, OF_STATES, subject.devices)
     here = on(cfg, ONE, len(subject.devices))
-    (found, codes), (alone, _) = _updated(there, subject), _updated(here, subject)
-    wanted = _exact(here, subject)
+    updates = UPDATES_OF_AVERAGE if EMA in fields else UPDATES
+    (found, codes), (alone, _) = (_updated(one, subject, updates) for one in (there, here))
+    wanted = _exact(here, subject, updates)
     for moment, arrays in found.items():
         dtype = _dtype_of(moment, cfg)
         if dtype == "float32":
@@ -443,13 +452,19 @@ def _decay_of(moment: str, cfg: Config) -> float:
     return {"nu": o.beta2, "ema": DECAY, "mu": max(o.beta1, o.muon_momentum)}.get(moment, o.beta1)
 
 
-def _updated(cfg: Config, subject: Subject) -> tuple[dict[str, Arrays], dict[str, int]]:
-    """Return moments and average after UPDATES, by their names, in float32; and how many 8-bit
+def _updated(
+    cfg: Config, subject: Subject, updates: int
+) -> tuple[dict[str, Arrays], dict[str, int]]:
+    """Return moments and average after updates, by their names, in float32; and how many 8-bit
     codes each moment uses."""
     mesh = mesh_of(cfg, subject.devices)
     update, state = update_program(cfg, mesh), init_state(cfg, mesh)
+    below = lambda a: jax.device_put(_below(np.asarray(a)), a.sharding)  # noqa: E731
+    late = jax.device_put(jnp.int32(LATE), state.step.sharding)
+    state = state.with_extra(ema=jax.tree.map(below, state.extra["ema"]))
+    state = dataclasses.replace(state, step=late)
     grads = placed(_gradient(cfg), cfg, mesh)
-    for _ in range(UPDATES):
+    for _ in range(updates):
         state = update(state, grads)
     found, codes = dict[str, Arrays](), dict[str, int]()
     for moment, arrays in moments_of(state.opt_state).items():
@@ -466,17 +481,22 @@ def _updated(cfg: Config, subject: Subject) -> tuple[dict[str, Arrays], dict[str
     return found, codes
 
 
-def _exact(cfg: Config, subject: Subject) -> dict[str, Arrays]:
+def _below(a: np.ndarray) -> np.ndarray:
+    return (a.astype(np.float32) * np.float32(1 - BELOW)).astype(a.dtype)
+
+
+def _exact(cfg: Config, subject: Subject, updates: int) -> dict[str, Arrays]:
     """Return the same of numpy's rule."""
     kinds = {path: kind for path, kind in kinds_of(cfg).items() if kind.trained}
     rule = independent.Optimizer(cfg, kinds)
-    start = traces.to_host(init_state(cfg, mesh_of(cfg, subject.devices)).params)
+    state = init_state(cfg, mesh_of(cfg, subject.devices))
+    start, begun = traces.to_host(state.params), traces.to_host(state.extra["ema"])
     weights = {n: start[n].astype(np.float64) for n in kinds}
     grads = {n: a.astype(np.float64) for n, a in _gradient(cfg).items()}
-    average = dict(weights)
-    for step in range(UPDATES):
+    average = {n: _below(a).astype(np.float64) for n, a in begun.items()}
+    for step in range(updates):
         weights = rule.update(weights, grads)
-        average = independent.averaged(average, weights, DECAY, step)
+        average = independent.averaged(average, weights, DECAY, LATE + step)
     return rule.moments | {"ema": average}
 
 

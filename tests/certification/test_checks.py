@@ -326,7 +326,7 @@ def test_few_digits_of_sums_are_found():
 def test_evaluations(monkeypatch):
     of = subject(optimizer__ema=EmaConfig(decay=0.9))
     found = run(evaluations.evaluations, of)
-    assert [result.what for result in found] == ["loss of val", "loss of ema"]
+    assert [result.what for result in found] == ["loss of held_out", "loss of ema"]
     assert all(result.passed and not result.not_run for result in found)
     monkeypatch.setattr(evaluation, "averaged", lambda state, cfg: state.params)
     assert len(wrong(evaluations.evaluations, of)) == 1

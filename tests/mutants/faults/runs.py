@@ -214,4 +214,20 @@ FAULTS = (
         new="divisor = max(float(count) for _, count in fetched) * len(fetched)",
         certify=DENSE,
     ),
+    Fault(
+        name="labels_of_pairs_are_their_tokens",
+        file="jaxpar/data/pairs.py",
+        old="labels[n, place] = np.where(targets, dataset.tokens[part], np.int32(IGNORED))",
+        new="own = dataset.tokens[part.start - 1 : part.stop - 1]\n"
+        "            labels[n, place] = np.where(targets, own, np.int32(IGNORED))",
+        certify="llama_1b_dpo data=2,tensor=2",
+    ),
+    Fault(
+        name="references_of_pairs_one_token_early",
+        file="jaxpar/data/pairs.py",
+        old="scores[n, place] = np.where(targets, reference[part], 0.0)",
+        new="early = reference[part.start - 1 : part.stop - 1]\n"
+        "                scores[n, place] = np.where(targets, early, 0.0)",
+        certify="llama_1b_dpo data=2,tensor=2",
+    ),
 )
