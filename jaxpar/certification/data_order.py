@@ -379,20 +379,21 @@ class OfProcess:
 
 def _of_processes(name: str, cfg: Config, loader: Loader, wanted: Batch) -> Result:
     """Look at the rows that processes with one, and with half of the devices would read."""
-    shape = np.shape(wanted.tokens)
+    whole_tokens, shape = np.asarray(wanted.tokens), np.shape(wanted.tokens)
     mesh = mesh_of(cfg, jax.devices())
     devices, whole, wrong = [*mesh.devices.flat], NamedSharding(mesh, BATCH_SPEC), list[str]()
     places = whole.devices_indices_map(shape).items()
     of_device = {d: index[0].indices(shape[0]) for d, index in places}
-    for count in {1, max(len(devices) // 2, 1)}:
+    for count in dict.fromkeys((1, max(len(devices) // 2, 1))):
         for first in range(0, len(devices), count):
             part = devices[first : first + count]
-            rows = rows_of_process(OfProcess(whole, part), shape)
+            of_part: Any = OfProcess(whole, part)
+            rows = rows_of_process(of_part, shape)
             right = sorted({row for d in part for row in range(*of_device[d])})
             read = loader.host_rows(0, rows).tokens
             order = order_of(cfg)
             read = read if order is None else read[:, np.argsort(zigzag(cfg))]
-            if rows.tolist() != right or not np.array_equal(read, wanted.tokens[rows]):
+            if rows.tolist() != right or not np.array_equal(read, whole_tokens[rows]):
                 wrong.append(f"process {first // count} of {len(devices) // count}")
     return Result("data order", name, "rows of processes", len(wrong), where=", ".join(wrong[:3]))
 

@@ -14,10 +14,10 @@ import numpy as np
 from jaxpar.certification import distances, traces
 from jaxpar.certification.results import Result, Subject
 from jaxpar.certification.traces import Arrays
-from jaxpar.certification.updates import ONE, compile_options, mesh_of, on
+from jaxpar.certification.updates import ONE, compile_options, first_mesh, mesh_of, on
 from jaxpar.config import Config, ConfigError, present
 from jaxpar.sharding.batch import Batch
-from jaxpar.step.diloco.outer import OuterSteps
+from jaxpar.step.diloco.outer import OuterSteps, make_exchange
 from jaxpar.step.state import TrainState, init_state
 from jaxpar.step.train_step import make_train_step
 
@@ -43,18 +43,12 @@ def outer_steps(subject: Subject) -> Iterator[Result]:
     optimizer = dataclasses.replace(small.optimizer, ema=None)
     train = dataclasses.replace(small.train, num_steps=100 * every, num_tokens=0, num_epochs=0.0)
     small = dataclasses.replace(small, optimizer=optimizer, train=train)
-    cfg, name = None, ""
-    for name in MESHES:
-        try:
-            cfg = on(small, name, len(subject.devices))
-            break
-        except ConfigError as error:
-            why = str(error)
-    if cfg is None:
-        yield Result(check, name, "outer steps", not_run=why)
+    try:
+        name, cfg = first_mesh(small, MESHES, len(subject.devices))
+    except ConfigError as error:
+        yield Result(check, MESHES[-1], "outer steps", not_run=str(error))
         return
-    with_overlap = {0, d.overlap}
-    for overlap in sorted(with_overlap):
+    for overlap in dict.fromkeys((0, d.overlap)):
         of = dataclasses.replace(cfg, diloco=dataclasses.replace(d, overlap=overlap))
         yield from _outer(name, of, subject)
     without = dataclasses.replace(cfg, diloco=dataclasses.replace(d, overlap=0))
@@ -75,7 +69,8 @@ def _outer(name: str, cfg: Config, subject: Subject) -> Iterator[Result]:
         done = turn * spacing
         if d.overlap:
             begun, state = own, steps(done, state)
-            state = _exchanged(state, cfg, mesh, fragment)
+            exchange = make_exchange(cfg, mesh, fragment)  # train steps do a part each
+            state = state.with_extra(diloco=exchange(state.extra["diloco"]))
             state, own = _trained(state, rng)
             state = steps(done + d.overlap, state)
         else:
@@ -126,21 +121,14 @@ def _trained(state: TrainState, rng: np.random.Generator) -> tuple[TrainState, A
     return state.with_extra(diloco=kept), found
 
 
-def _exchanged(state: TrainState, cfg: Config, mesh: Any, fragment: int) -> TrainState:
-    """Return the state after the exchange of a fragment, which train steps do in parts."""
-    from jaxpar.step.diloco.outer import make_exchange
-
-    return state.with_extra(diloco=make_exchange(cfg, mesh, fragment)(state.extra["diloco"]))
-
-
 def _inner(name: str, cfg: Config, subject: Subject) -> Result:
     """Compare the weights of replicas after a step with those of runs on their halves of it."""
     mesh, options = mesh_of(cfg, subject.devices), compile_options(subject.devices)
     batch = traces.random_batch(cfg)
     half = len(batch.tokens) // 2
     state, placed = init_state(cfg, mesh), traces.shard_batch(batch, cfg, mesh)
-    step = make_train_step(cfg, mesh, traces.max_segments(cfg)).lower(state, placed)  # type: ignore[attr-defined]
-    after, measured = step.compile(options)(state, placed)
+    step: Any = make_train_step(cfg, mesh, traces.max_segments(cfg))
+    after, measured = step.lower(state, placed).compile(options)(state, placed)
     found = traces.to_host(after.extra["diloco"]["weights"])
     train = dataclasses.replace(cfg.train, global_batch_size=half)
     alone = on(dataclasses.replace(cfg, diloco=None, train=train), ONE, len(subject.devices))

@@ -25,6 +25,8 @@ def before_update(params: Any, grads: Any, batch: Batch, cfg: Config) -> Metrics
         "grad_norm": optax.tree.norm(grads),
         "num_tokens": jnp.sum(jnp.asarray(batch.labels) != IGNORED),
     }
+    if cfg.metrics.layers != "none":
+        found["layer_grad_norm"] = jnp.sqrt(_of_layers(grads, cfg))
     if cfg.optimizer.qk_clip > 0:
         logits = largest_logits(params, batch, cfg)
         found["max_attention_logit"] = jnp.max(logits)
@@ -33,6 +35,25 @@ def before_update(params: Any, grads: Any, batch: Batch, cfg: Config) -> Metrics
         _, routings = decoder.hidden_and_routings(params, batch, cfg)
         found |= _of_experts(routings, cfg)
     return found
+
+
+def _of_layers(tree: Any, cfg: Config) -> jax.Array:
+    """Return the sum of squares of each layer, [layers]."""
+    squares = lambda stack, i: [jnp.sum(a[i] ** 2) for a in tree.get(stack, {}).values()]  # noqa: E731
+    return jnp.stack([jnp.asarray(sum(squares(*place))) for place in cfg.model.places])
+
+
+def of_update(new: Any, old: Any, cfg: Config) -> Metrics:
+    """Return the metrics of what an update changed.
+
+    Args:     new, old: the trainable parameters after and before it.
+    """
+    if cfg.metrics.layers == "none":
+        return {}
+    # As stored: the rounding of large weights is a part of a small change.
+    stored = lambda a: a.astype(jnp.float32).astype(a.dtype)  # noqa: E731
+    changes = jax.tree.map(lambda a, b: stored(a) - stored(b), new, old)
+    return {"layer_update": jnp.sqrt(_of_layers(changes, cfg) / _of_layers(old, cfg))}
 
 
 def _of_experts(routings: list[PlainRouting], cfg: Config) -> Metrics:
@@ -46,6 +67,11 @@ def _of_experts(routings: list[PlainRouting], cfg: Config) -> Metrics:
         "fullest_expert": jnp.max(share) * E,
         "dropped_rows": jnp.zeros(()),
     }
+    if cfg.metrics.layers != "none":
+        there = [isinstance(one.feed_forward, Experts) for one in cfg.model.layers]
+        of_all = jnp.full(len(there), jnp.nan)
+        places = jnp.array([i for i, has in enumerate(there) if has])
+        found["layer_fullest_expert"] = of_all.at[places].set(jnp.max(share, axis=1) * E)
     for name in ("balance_loss", "router_z_loss"):
         if getattr(cfg.train, name):
             alone = {"train.balance_loss": 0.0, "train.router_z_loss": 0.0, f"train.{name}": 1.0}

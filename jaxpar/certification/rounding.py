@@ -8,7 +8,7 @@ mean of the ratios of norms one of 1%.
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import flax.traverse_util
@@ -25,6 +25,7 @@ from jaxpar.certification.updates import (
     LATE,
     ONE,
     compile_options,
+    first_mesh,
     kinds_of,
     mesh_of,
     moments_of,
@@ -156,16 +157,6 @@ def in_words(fields: Fields) -> str:
     return ", ".join(f"{path.rpartition('.')[2]} {value}" for path, value in fields.items())
 
 
-def _first(cfg: Config, names: Sequence[str], devices: Sequence[jax.Device]) -> tuple[str, Config]:
-    """Return the first mesh on which a config can run, and the config on it."""
-    for name in names[:-1]:
-        try:
-            return name, on(cfg, name, len(devices))
-        except ConfigError:
-            continue
-    return names[-1], on(cfg, names[-1], len(devices))
-
-
 # ------------------------------------------------------------------------------------- gradients
 
 
@@ -176,11 +167,11 @@ def _trace(cfg: Config, subject: Subject) -> Arrays:
 
 
 def _uneven(a: jax.Array) -> jax.Array:
-    """Return a weight whose size differs by 16 along each dim, as a whole as before: shards of
-    random values have nearly the same largest one, and so the same scale."""
+    """Return matrices of layers whose size differs by 16 along each dim, as a whole as before:
+    shards of random values have nearly the same largest one, and so the same scale."""
     value = np.asarray(a)
-    for dim, n in enumerate(a.shape) if a.ndim > 1 else ():
-        factor = 16.0 ** np.linspace(-0.5, 0.5, n)
+    for dim, n in enumerate(a.shape) if a.ndim > 2 else ():
+        factor = 16.0 ** np.linspace(-0.5, 0.5, n if dim else 1)
         factor /= np.sqrt(np.mean(factor**2))
         value = value * factor.reshape(-1, *[1] * (a.ndim - 1 - dim))
     return jax.device_put(value.astype(a.dtype), a.sharding)
@@ -190,7 +181,7 @@ def _gradients(subject: Subject, fields: Fields) -> Iterator[Result]:
     """Compare gradients of a mesh and of one device, which round alike."""
     rounded = replace(subject.small, **dict(fields))
     names = OF_COMPUTE if "compute.dtype" in fields else OF_FLOAT8
-    name, there = _first(rounded, names, subject.devices)
+    name, there = first_mesh(rounded, names, len(subject.devices))
     # What is gathered is rounded on a mesh alone, as the matmuls round it on one device.
     here = on(replace(rounded, **{"parallel.gather_dtype": "compute"}), ONE, len(subject.devices))
     exact = _trace(on(subject.small, ONE, len(subject.devices)), subject)
@@ -242,7 +233,7 @@ def _accumulated(subject: Subject, cfg: Config) -> Iterator[Result]:
         return
     none = dict.fromkeys(("train.balance_loss", "train.router_z_loss"), 0.0)
     cfg = replace(cfg, **none, **{"train.global_batch_size": ROWS})
-    names = [_first(cfg, OF_ROWS, subject.devices)[0]]
+    names = [first_mesh(cfg, OF_ROWS, len(subject.devices))[0]]
     names += [OF_STAGES] if any(c.parallel.pipeline > 1 for c in subject.meshes.values()) else []
     for name in names:
         try:
@@ -267,7 +258,7 @@ def _accumulated(subject: Subject, cfg: Config) -> Iterator[Result]:
 
 def _sums(subject: Subject, fields: Fields) -> Iterator[Result]:
     """Compare gradients whose sums over devices are rounded with those of one device."""
-    name, there = _first(replace(subject.small, **dict(fields)), OF_SUMS, subject.devices)
+    name, there = first_mesh(replace(subject.small, **dict(fields)), OF_SUMS, len(subject.devices))
     here = on(subject.small, ONE, len(subject.devices))
     yield from _compared(
         name, in_words(fields), subject, _trace(there, subject), _trace(here, subject)
@@ -400,7 +391,7 @@ def _states(subject: Subject, fields: Fields) -> Iterator[Result]:
     if EMA in fields:  # a slow average: what weights change by would hide its rounding
         same["optimizer.learning_rate"] = 1e-9
     cfg = replace(base, **same, **dict(fields))
-    name, there = _first(cfg, OF_STATES, subject.devices)
+    name, there = first_mesh(cfg, OF_STATES, len(subject.devices))
     here = on(cfg, ONE, len(subject.devices))
     updates = UPDATES_OF_AVERAGE if EMA in fields else UPDATES
     (found, codes), (alone, _) = (_updated(one, subject, updates) for one in (there, here))

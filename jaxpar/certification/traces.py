@@ -280,12 +280,13 @@ def _updates(cfg: Config, specs: Any, params: Any) -> tuple[Any, Any]:
         new = join(optax.apply_updates(trainable, updates), frozen)
         for feature in features_of(cfg):
             new = feature.plain(new, params, batch, cfg)
+        of_update = plain_metrics.of_update(split(new, specs)[0], trainable, cfg)
         new, extra = post_updates.plain(cfg, new, params, extra, step)
         decay = cfg.optimizer.ema.decay if cfg.optimizer.ema else 0.0
         keep = jnp.minimum(decay, (2 + step) / (11 + step))
         weights = split(new, specs)[0]
         average = jax.tree.map(lambda a, w: keep * a + (1 - keep) * w, average, weights)
-        metrics = plain_metrics.after_update(new, cfg)
+        metrics = plain_metrics.after_update(new, cfg) | of_update
         return new, opt_state, extra, average, metrics
 
     return update, rule.init(split(params, specs)[0])

@@ -22,7 +22,7 @@ from jaxpar.certification.meshes import num_devices, parse_meshes, resolve_meshe
 from jaxpar.certification.results import Result, Subject
 from jaxpar.certification.traces import QUICK_COMPILE, Arrays, initial_params, to_host
 from jaxpar.components.weight import Weight
-from jaxpar.config import Config, present, replace, value_of
+from jaxpar.config import Config, ConfigError, present, replace, value_of
 from jaxpar.config.lists import weight_schedules
 from jaxpar.config.schema.optimizer import EmaConfig
 from jaxpar.config.validate import resolve
@@ -46,6 +46,19 @@ def on(cfg: Config, mesh: str, available: int) -> Config:
     """Return a config on a mesh. Raises:   ConfigError if it cannot run there."""
     parallel = parse_meshes([mesh], cfg.parallel)
     return resolve_meshes(cfg, parallel, available, given=True)[0][mesh]
+
+
+def first_mesh(cfg: Config, names: Sequence[str], available: int) -> tuple[str, Config]:
+    """Return the first mesh on which a config can run, and the config on it.
+
+    Raises:   ConfigError if it can run on none.
+    """
+    for name in names[:-1]:
+        try:
+            return name, on(cfg, name, available)
+        except ConfigError:
+            continue
+    return names[-1], on(cfg, names[-1], available)
 
 
 def on_one_device(asked: Config) -> Config:
@@ -236,7 +249,7 @@ def _loss_weights(asked: Config) -> Iterator[Result]:
         steps = sorted({max(step + k, 0) for step in at for k in (-1, 0, 1, 3)})
         wanted = np.interp(steps, at, weights)
         found = np.array([weight_schedules.weight_at(asked, path, step) for step in steps])
-        error = float(np.abs(found - wanted).max() / max(weights))
+        error = float(np.abs(found - wanted).max() / (max(weights) or 1.0))
         yield Result("schedule", "", path, error, RATE)
 
 

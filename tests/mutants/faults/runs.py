@@ -230,4 +230,18 @@ FAULTS = (
         "                scores[n, place] = np.where(targets, early, 0.0)",
         certify="llama_1b_dpo data=2,tensor=2",
     ),
+    Fault(
+        name="updates_of_layers_relative_to_the_new_weights",
+        file="jaxpar/step/features/layer_metrics.py",
+        old="s.layer_squares(changes) / s.layer_squares(s.old)",
+        new="s.layer_squares(changes) / s.layer_squares(s.trainable)",
+        certify=DENSE,
+    ),
+    Fault(
+        name="fullest_experts_relative_to_the_sum",
+        file="jaxpar/step/features/layer_metrics.py",
+        old="jnp.max(rows, axis=1) / jnp.mean(rows, axis=1)",
+        new="jnp.max(rows, axis=1) / jnp.sum(rows, axis=1)",
+        certify="quickstart_moe expert=2,data=2",
+    ),
 )
