@@ -127,14 +127,14 @@ def _of_text(subject: Subject, folder: Path) -> Iterator[Result]:
 
     def opened(cfg: Config, devices: Sequence[jax.Device], **data: Any) -> Loader:
         fields: dict[str, Any] = {"path": str(paths[0]), "eos_id": END} | data
-        batches = fields.pop("batch_schedule", ())
+        of_train = {n: fields.pop(n) for n in ("batch_schedule", "seed") if n in fields}
         cfg = of_files(cfg, fields)
-        cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, batch_schedule=batches))
+        cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, **of_train))
         return Loader(cfg, mesh_of(cfg, devices), order=lambda length: order_of(cfg, length))
 
     one = on(subject.small, ONE, len(subject.devices))
     plain = lambda **data: opened(one, subject.devices, **data)  # noqa: E731
-    yield from _epochs(texts[0], plain(), rows)
+    yield from _epochs(texts[0], plain(), plain(seed=one.train.seed + 1), rows)
     yield from _resumed(plain)
     yield from _once(texts[0], plain())
     yield _targets(texts[0])
@@ -170,8 +170,11 @@ def _said(what: str, wrong: Sequence[str]) -> Result:
     return Result("data order", "", what, len(wrong), where="; ".join(wrong))
 
 
-def _epochs(text: Text, loader: Loader, rows: int) -> Iterator[Result]:
-    """Look at two epochs: what a batch has of a sequence, and that each sequence is in it once."""
+def _epochs(text: Text, loader: Loader, other: Loader, rows: int) -> Iterator[Result]:
+    """Look at two epochs: what a batch has of a sequence, and that each sequence is in it once.
+
+    Args:     other: of another seed.
+    """
     n, every, wrong = text.num_sequences, list[int](), list[str]()
     for step in range(-(-2 * n // rows)):
         fields, numbers = text.errors(jax.device_get(loader.batch(step)))
@@ -181,7 +184,9 @@ def _epochs(text: Text, loader: Loader, rows: int) -> Iterator[Result]:
     epochs = [every[:n], every[n : 2 * n]]
     wrong = [f"epoch {i}" for i, epoch in enumerate(epochs) if sorted(epoch) != [*range(n)]]
     yield _said("every sequence once an epoch", wrong)
-    wrong = ["of the two epochs"] if epochs[0] == epochs[1] else []
+    _, of_seed = text.errors(jax.device_get(other.batch(0)))
+    wrong = ["of another seed"] if of_seed == every[:rows] else []
+    wrong += ["of the two epochs"] if epochs[0] == epochs[1] else []
     wrong += ["of the text"] if [*range(n)] in epochs else []
     yield _said("orders that are the same", wrong)
 

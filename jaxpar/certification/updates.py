@@ -162,6 +162,9 @@ def initial_weights(subject: Subject) -> Iterator[Result]:
     yield Result(check, "", what, far, DEVIATIONS, where=path)
     twice = _repeated(values)
     yield Result(check, "", "values that repeat", len(twice), where=", ".join(twice))
+    others = to_host(initial_params(specs_of(cfg), cfg.train.seed + 1))
+    same = [n for n, a in values.items() if _is_random(a) and np.array_equal(a, others[n])]
+    yield Result(check, "", "values for two seeds alike", len(same), where=", ".join(same))
 
 
 def declared_wrong(spec: ParamSpec, kind: WeightKind) -> Iterator[str]:
@@ -202,10 +205,14 @@ def _repeated(values: Arrays) -> list[str]:
     seen, twice = dict[bytes, str](), list[str]()
     for path, array in values.items():
         for row in array if "/" in path else [array]:
-            if row.size > 3 and np.unique(row).size > 1:
+            if _is_random(row):
                 found = seen.setdefault(row.tobytes(), path)
                 twice += [path] if found is not path or row.tobytes() in twice else []
     return twice
+
+
+def _is_random(a: np.ndarray) -> bool:
+    return a.size > 3 and np.unique(a).size > 1
 
 
 # -------------------------------------------------------------------------------------- schedule
@@ -353,6 +360,9 @@ def of_updates(subject: Subject) -> Config:
     # `schedule` compares long warm-ups, whose first rates have the rounding error of the peak.
     rate: dict[str, Any] = {"learning_rate": WARM_UP * FIRST_RATE, "schedule_by": "steps"}
     rate |= {"warmup_steps": WARM_UP, "warmup_fraction": 0.0}
+    # An eps of a third of the gradients, beside which a factor of it shows.
+    typical = (asked.clip_norm or 1.0) / math.sqrt(count(trainable_specs(small)))
+    rate["eps"] = max(asked.eps, typical / 3)
     if asked.name == "sgd":  # its updates have the size of the gradients
         rate["learning_rate"] *= math.sqrt(count(trainable_specs(small))) / (asked.clip_norm or 1.0)
     o = dataclasses.replace(asked, **exact, **ema, **rate)

@@ -81,7 +81,7 @@ def wrong(check: Check, of: Subject) -> list[str]:
 
 def test_initial_weights():
     found = run(updates.initial_weights, subject())
-    assert len(found) == 3 and all(result.passed and not result.not_run for result in found)
+    assert len(found) == 4 and all(result.passed and not result.not_run for result in found)
 
 
 @pytest.mark.parametrize("name", known_configs().split(", "))

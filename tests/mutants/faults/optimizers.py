@@ -351,4 +351,19 @@ FAULTS = (
         new="return lax.fori_loop(0, max(slices - 1, 1), body, (params, opt_state))",
         certify="llama3_8b data=2,tensor=2 --optimizer.offload True",
     ),
+    Fault(
+        name="mup_rate_by_the_square_of_inputs",
+        file="jaxpar/optimizer/widths.py",
+        old="return jax.tree.map(times, updates, factors, is_leaf=masked), state",
+        new="inverse = jax.tree.map(lambda f: f * f, factors)\n"
+        "        return jax.tree.map(times, updates, inverse, is_leaf=masked), state",
+        certify=MUP,
+    ),
+    Fault(
+        name="eps_of_adam_grows_with_the_width",
+        file="jaxpar/optimizer/widths.py",
+        old="eps = map_specs(lambda spec: cfg.eps * spec.gradient, specs)",
+        new="eps = map_specs(lambda spec: cfg.eps / spec.gradient, specs)",
+        certify=MUP,
+    ),
 )

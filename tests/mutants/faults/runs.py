@@ -244,4 +244,25 @@ FAULTS = (
         new="jnp.max(rows, axis=1) / jnp.sum(rows, axis=1)",
         certify="quickstart_moe expert=2,data=2",
     ),
+    Fault(
+        name="order_of_sequences_ignores_the_seed",
+        file=LOADER,
+        old="seeds = source_seeds(cfg.train.seed if split == TRAIN else None,",
+        new="seeds = source_seeds(0 if split == TRAIN else None,",
+        certify=DENSE,
+    ),
+    Fault(
+        name="initial_weights_ignore_the_seed",
+        file="jaxpar/sharding/initial_values.py",
+        old="root = seed if is_key else jax.random.key(seed)",
+        new="root = seed if is_key else jax.random.key(0)",
+        certify=DENSE,
+    ),
+    Fault(
+        name="initial_weights_of_equal_names_share_a_key",
+        file="jaxpar/sharding/initial_values.py",
+        old="jax.random.fold_in(root, zlib.crc32(path.encode()))",
+        new="jax.random.fold_in(root, zlib.crc32(path.encode()[:8]))",
+        certify=DENSE,
+    ),
 )
