@@ -17,7 +17,7 @@ from jaxpar.certification.results import Result, Subject
 from jaxpar.certification.traces import Arrays
 from jaxpar.certification.updates import mesh_of
 from jaxpar.config import Config
-from jaxpar.config.lists.held_out_sets import HELD_OUT
+from jaxpar.config.lists.datasets import HELD_OUT
 from jaxpar.config.schema.optimizer import AVERAGED
 from jaxpar.data.loader import Loader
 from jaxpar.model.parameters import specs_of

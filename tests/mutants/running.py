@@ -151,7 +151,8 @@ def certified(
     begun = re.findall(r"^check: (.*)$", text, re.MULTILINE) or [""]
     if code == AGREES:
         return "", "passed", seconds, ""
-    if "Traceback (most recent call last)" in text and "ImportError" not in text:
+    missing = re.search(r"ImportError|ModuleNotFoundError", text)
+    if "Traceback (most recent call last)" in text and not missing:
         lines = [line for line in text.splitlines() if re.match(r"[\w.]+(Error|Exception)\b", line)]
         line = _shortened(lines[-1] if lines else text.splitlines()[-1])
         return "traced", line, seconds, begun[-1]
