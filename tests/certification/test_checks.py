@@ -34,9 +34,9 @@ from jaxpar.certification.results import Check, Result, Subject
 from jaxpar.checkpoint.loading import restore
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.config_file import known_configs, load_config
-from jaxpar.config.schema.diloco import DilocoConfig
 from jaxpar.config.schema.items import StepShare
 from jaxpar.config.schema.optimizer import EmaConfig
+from jaxpar.config.schema.parallel import DilocoConfig
 from jaxpar.data import packing, shuffle
 from jaxpar.data.loader import Loader
 from jaxpar.execution.decisions import Platform, execution_of
