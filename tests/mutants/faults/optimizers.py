@@ -93,8 +93,8 @@ FAULTS = (
     Fault(
         name="decay_of_experts_biases",
         file="jaxpar/components/experts.py",
-        old='found["b_down"] = vector((E, D), ("router", "norm"))',
-        new='found["b_down"] = vector((E, D), ("router", "norm"), decay=True)',
+        old='found["b_down"] = vector((E, D), ("every_expert", "norm"))',
+        new='found["b_down"] = vector((E, D), ("every_expert", "norm"), decay=True)',
         certify="gpt_oss_20b expert=2,data=2",
         tests=(f"{_TEST}optimizer.py::test_biases_of_experts_do_not_decay",),
     ),
