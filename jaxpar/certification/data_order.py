@@ -13,18 +13,23 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jaxpar.certification.results import Result, Subject
 from jaxpar.certification.updates import ONE, mesh_of, on
-from jaxpar.config import Config, replace
+from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.schema.features import objectives
-from jaxpar.config.schema.items import Source
-from jaxpar.data.loader import Loader
+from jaxpar.config.schema.items import BatchSize, MixtureWeights, SequenceLength, Source
+from jaxpar.data.formats.meta import PAIRS
+from jaxpar.data.loader import Loader, rows_of_process
 from jaxpar.data.mixture import BLOCK
 from jaxpar.data.packing import pack
+from jaxpar.data.pairs import pack_rows, plan_rows
 from jaxpar.data.skips import SkippedBatches
+from jaxpar.objectives.objective import objective_of
 from jaxpar.parallel.context import order_of
-from jaxpar.sharding.batch import IGNORED, Batch
+from jaxpar.sharding.axes import BATCH_SPEC
+from jaxpar.sharding.batch import IGNORED, REFERENCE, Batch
 
 #: Batches in an epoch of the text, which ends within a batch.
 BATCHES = 2.4
@@ -125,19 +130,27 @@ def _of_text(subject: Subject, folder: Path) -> Iterator[Result]:
 
     def opened(cfg: Config, devices: Sequence[jax.Device], **data: Any) -> Loader:
         fields: dict[str, Any] = {"path": str(paths[0]), "eos_id": END} | data
+        of_train = {n: fields.pop(n) for n in ("batch_schedule", "seed") if n in fields}
         cfg = of_files(cfg, fields)
+        cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, **of_train))
         return Loader(cfg, mesh_of(cfg, devices), order=lambda length: order_of(cfg, length))
 
     one = on(subject.small, ONE, len(subject.devices))
     plain = lambda **data: opened(one, subject.devices, **data)  # noqa: E731
-    yield from _epochs(texts[0], plain(), rows)
+    yield from _epochs(texts[0], plain(), plain(seed=one.train.seed + 1), rows)
     yield from _resumed(plain)
     yield from _once(texts[0], plain())
     yield _targets(texts[0])
+    if objective_of(subject.small).dataset == PAIRS:
+        yield _pairs(subject.small)
+    yield from _resized(plain, rows)
     yield from _mixed(texts, plain(path="", mixture=_weighted(paths)))
+    yield _restaged(texts, plain(path="", mixture=_weighted(paths), mixture_schedule=LATER))
     wanted = [plain().batch(step) for step in STEPS]
     for name, cfg in subject.meshes.items():
-        yield _on_mesh(name, cfg, opened(cfg, subject.devices), wanted)
+        loader = opened(cfg, subject.devices)
+        yield _on_mesh(name, cfg, loader, wanted)
+        yield _of_processes(name, cfg, loader, wanted[0])
 
 
 def of_files(cfg: Config, fields: dict[str, Any]) -> Config:
@@ -145,8 +158,14 @@ def of_files(cfg: Config, fields: dict[str, Any]) -> Config:
 
     Args:     fields: of the section `data`.
     """
-    none = {"source": None, "mixture": (), "mixture_schedule": (), "length_schedule": ()}
-    data = dataclasses.replace(cfg.data, **none | {"held_out": ""} | fields)
+    none: dict[str, Any] = {
+        "source": None,
+        "mixture": (),
+        "mixture_schedule": (),
+        "length_schedule": (),
+    }
+    none |= {"length_keeps": "tokens", "held_out": ""}
+    data = dataclasses.replace(cfg.data, **none | fields)
     train = dataclasses.replace(cfg.train, batch_schedule=())
     of_text = dataclasses.replace(cfg, data=data, train=train)
     return replace(of_text, **dict.fromkeys(objectives()))
@@ -160,8 +179,11 @@ def _said(what: str, wrong: Sequence[str]) -> Result:
     return Result("data order", "", what, len(wrong), where="; ".join(wrong))
 
 
-def _epochs(text: Text, loader: Loader, rows: int) -> Iterator[Result]:
-    """Look at two epochs: what a batch has of a sequence, and that each sequence is in it once."""
+def _epochs(text: Text, loader: Loader, other: Loader, rows: int) -> Iterator[Result]:
+    """Look at two epochs: what a batch has of a sequence, and that each sequence is in it once.
+
+    Args:     other: of another seed.
+    """
     n, every, wrong = text.num_sequences, list[int](), list[str]()
     for step in range(-(-2 * n // rows)):
         fields, numbers = text.errors(jax.device_get(loader.batch(step)))
@@ -171,7 +193,9 @@ def _epochs(text: Text, loader: Loader, rows: int) -> Iterator[Result]:
     epochs = [every[:n], every[n : 2 * n]]
     wrong = [f"epoch {i}" for i, epoch in enumerate(epochs) if sorted(epoch) != [*range(n)]]
     yield _said("every sequence once an epoch", wrong)
-    wrong = ["of the two epochs"] if epochs[0] == epochs[1] else []
+    _, of_seed = text.errors(jax.device_get(other.batch(0)))
+    wrong = ["of another seed"] if of_seed == every[:rows] else []
+    wrong += ["of the two epochs"] if epochs[0] == epochs[1] else []
     wrong += ["of the text"] if [*range(n)] in epochs else []
     yield _said("orders that are the same", wrong)
 
@@ -192,6 +216,75 @@ def _resumed(plain: Callable[[], Loader]) -> Iterator[Result]:
         if not _same(skipping.batch(step), first.batch(number)):
             wrong.append(f"step {step} without batch 2")
     yield _said("batches after a resume", wrong)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """Documents of which each two are a pair, as a dataset has them."""
+
+    tokens: np.ndarray
+    document_offsets: np.ndarray
+    targets: np.ndarray
+
+
+def _pairs(cfg: Config) -> Result:
+    """Pack random pairs, and compare each place of each row with what its document has there."""
+    rng, T = np.random.default_rng(4), cfg.data.seq_len
+    lengths = rng.integers(2, T // 3, 16)
+    ends = np.cumsum(lengths)
+    tokens = rng.integers(1, cfg.model.vocab_size, ends[-1])
+    dataset: Any = Pairs(tokens, np.r_[0, ends], rng.random(ends[-1]) < 0.7)
+    scores, rows = rng.random(ends[-1]).astype(np.float32), plan_rows(dataset.document_offsets, T)
+    found = pack_rows(dataset, rows, np.arange(len(rows.first) - 1), T, scores)
+    wanted: list[list[tuple[Any, ...]]] = [[]]
+    segment = 0
+    for i in range(0, len(ends), 2):
+        if len(wanted[-1]) + sum(lengths[i : i + 2] - 1) > T:
+            wanted.append([])
+        for document in (i, i + 1):
+            segment = wanted[-1][-1][2] + 1 if wanted[-1] else 1
+            begin = ends[document] - lengths[document]
+            for place in range(lengths[document] - 1):
+                own, after = begin + place, begin + place + 1
+                counts = dataset.targets[after]
+                label = tokens[after] if counts else IGNORED
+                score = float(scores[after]) if counts else 0.0
+                wanted[-1].append((tokens[own], label, segment, place, score))
+    wrong = [] if len(wanted) == len(found.tokens) else [f"{len(found.tokens)} rows"]
+    fields = (*FIELDS, REFERENCE)
+    for number, row in enumerate(wanted[: len(found.tokens)]):
+        for field, values in zip(fields, zip(*row, strict=True), strict=True):
+            of_field = found.extra[REFERENCE] if field == REFERENCE else getattr(found, field)
+            here = np.asarray(of_field)[number]
+            rest = here[len(row) :]
+            unused = field == "labels" and (rest != IGNORED).any()
+            if unused or not np.array_equal(here[: len(row)], np.array(values, here.dtype)):
+                wrong.append(f"{field} of row {number}")
+    return _said("rows of pairs", wrong)
+
+
+def _resized(plain: Callable[..., Loader], rows: int) -> Iterator[Result]:
+    """Compare a text read in batches of growing sizes, and by pieces of sequences, with the same
+    text in batches of one size."""
+    steps = range(5)
+    whole = [jax.device_get(plain().batch(step)) for step in steps]
+    of_rows = np.concatenate([batch.tokens for batch in whole])
+    small, length = rows // 2 or 1, whole[0].tokens.shape[1]
+    schedules: dict[str, dict[str, Any]] = {
+        "batches that grow": {"batch_schedule": (BatchSize(0, small), BatchSize(2, rows))},
+        "sequences that grow": {
+            "length_schedule": (SequenceLength(0, length // 2), SequenceLength(2, length))
+        },
+    }
+    for what, fields in schedules.items():
+        try:
+            loader = plain(**fields)
+        except ConfigError as error:
+            yield Result("data order", "", what, not_run=str(error))
+            continue
+        tokens = [np.asarray(loader.batch(step).tokens).reshape(-1) for step in steps]
+        found = np.concatenate(tokens).reshape(-1, length)
+        yield _said(what, [] if np.array_equal(found, of_rows[: len(found)]) else ["sequences"])
 
 
 def _once(text: Text, loader: Loader) -> Iterator[Result]:
@@ -251,6 +344,26 @@ def _mixed(texts: Sequence[Text], loader: Loader) -> Iterator[Result]:
     yield _said("a mixture", wrong)
 
 
+#: Weights of the sources from a later step on.
+LATER = (MixtureWeights(3, WEIGHTS[::-1]),)
+
+
+def _restaged(texts: Sequence[Text], loader: Loader) -> Result:
+    """Look at a mixture whose weights change: each source goes on where it was."""
+    rows, wrong = loader.sizes.at(0).rows, list[str]()
+    steps = 4 * -(-texts[0].num_sequences // rows) + LATER[0].step
+    batches = [loader.host_rows(step, np.arange(rows)).tokens for step in range(steps)]
+    every = np.concatenate(batches).astype(np.int32)
+    for i, text in enumerate(texts):
+        numbers = [
+            text.number_of[row.tobytes()] for row in every if row.tobytes() in text.number_of
+        ]
+        n = text.num_sequences
+        if len(numbers) < n or sorted(numbers[:n]) != [*range(n)]:
+            wrong.append(f"epoch of source {i}")
+    return _said("a mixture whose weights change", wrong)
+
+
 def _on_mesh(name: str, cfg: Config, loader: Loader, wanted: Sequence[Batch]) -> Result:
     order, wrong = order_of(cfg), list[str]()
     if order is not None and not np.array_equal(order, zigzag(cfg)):
@@ -266,6 +379,39 @@ def _on_mesh(name: str, cfg: Config, loader: Loader, wanted: Sequence[Batch]) ->
             if not np.array_equal(np.asarray(array)[:, back], whole):
                 wrong.append(f"{field} of batch {step}")
     return Result("data order", name, "batches", len(wrong), where="; ".join(wrong[:3]))
+
+
+@dataclasses.dataclass(frozen=True)
+class OfProcess:
+    """The sharding of a batch as one of several processes sees it."""
+
+    whole: NamedSharding
+    devices: Sequence[jax.Device]
+
+    def addressable_devices_indices_map(self, shape: tuple[int, ...]) -> dict[jax.Device, Any]:
+        """Return which part of an array each device of the process has."""
+        return {d: i for d, i in self.whole.devices_indices_map(shape).items() if d in self.devices}
+
+
+def _of_processes(name: str, cfg: Config, loader: Loader, wanted: Batch) -> Result:
+    """Look at the rows that processes with one, and with half of the devices would read."""
+    whole_tokens, shape = np.asarray(wanted.tokens), np.shape(wanted.tokens)
+    mesh = mesh_of(cfg, jax.devices())
+    devices, whole, wrong = [*mesh.devices.flat], NamedSharding(mesh, BATCH_SPEC), list[str]()
+    places = whole.devices_indices_map(shape).items()
+    of_device = {d: index[0].indices(shape[0]) for d, index in places}
+    for count in dict.fromkeys((1, max(len(devices) // 2, 1))):
+        for first in range(0, len(devices), count):
+            part = devices[first : first + count]
+            of_part: Any = OfProcess(whole, part)
+            rows = rows_of_process(of_part, shape)
+            right = sorted({row for d in part for row in range(*of_device[d])})
+            read = loader.host_rows(0, rows).tokens
+            order = order_of(cfg)
+            read = read if order is None else read[:, np.argsort(zigzag(cfg))]
+            if rows.tolist() != right or not np.array_equal(read, whole_tokens[rows]):
+                wrong.append(f"process {first // count} of {len(devices) // count}")
+    return Result("data order", name, "rows of processes", len(wrong), where=", ".join(wrong[:3]))
 
 
 def zigzag(cfg: Config) -> np.ndarray:

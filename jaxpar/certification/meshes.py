@@ -163,6 +163,7 @@ OF_ALL = (
     "sequence=4,tensor=2,context=ulysses",
     "replica=2,data=2,sequence=2",
     "tensor=4,num_microbatches=2,layer_loop=scan",
+    "data=2,tensor=2,zero=1,num_microbatches=2,layer_loop=unroll",
 )
 
 #: One with stages of unequal numbers of layers, of as many periods as the others' models have.

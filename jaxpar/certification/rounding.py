@@ -5,13 +5,16 @@ makes as many numbers larger as smaller. So errors have a bound that follows fro
 mean of the ratios of norms one of 1%.
 """
 
+import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping
 from statistics import NormalDist
 from typing import Any
 
 import flax.traverse_util
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -21,8 +24,10 @@ from jaxpar.certification.results import Result, Subject
 from jaxpar.certification.traces import Arrays
 from jaxpar.certification.updates import (
     DECAY,
+    LATE,
     ONE,
     compile_options,
+    first_mesh,
     kinds_of,
     mesh_of,
     moments_of,
@@ -34,6 +39,7 @@ from jaxpar.certification.updates import (
 )
 from jaxpar.components.experts import Experts, experts_in
 from jaxpar.config import Config, ConfigError, Model, present, replace, value_of
+from jaxpar.config.schema.features import objective_in
 from jaxpar.config.schema.optimizer import EmaConfig
 from jaxpar.model.parameters import trainable_specs
 from jaxpar.optimizer.blockwise import is_quantized
@@ -41,8 +47,10 @@ from jaxpar.optimizer.moments import in_float32
 from jaxpar.parallel.collectives import varying
 from jaxpar.parallel.replicas.reduction import reduce_compressed
 from jaxpar.sharding.axes import REPLICA
+from jaxpar.sharding.batch import IGNORED
 from jaxpar.sharding.params import flat, partition_specs
 from jaxpar.step.state import init_state
+from jaxpar.step.train_step import make_gradient_step
 
 #: Fields that round matmuls, with their values in float32. In float8, which the two round alike,
 #: all else is float32.
@@ -157,9 +165,22 @@ EVERY: tuple[Fields, ...] = (
 )
 
 
+#: CPU seconds of the process after which no further dtype is looked at.
+UNTIL = 400.0
+
+
 def every_rounding(subject: Subject) -> Iterator[Result]:
-    """Compare every dtype that a config of this model can ask for."""
+    """Compare every dtype that a config of this model can ask for, and does not."""
     for fields in EVERY:
+        asked = subject.asked
+        if EMA in fields and asked.optimizer.ema is None:
+            asked = replace(asked, **{"optimizer.ema": EmaConfig(decay=DECAY)})
+        if all(value_of(asked, path) == value for path, value in fields.items()):
+            continue  # `rounding` did
+        if time.process_time() > UNTIL:
+            why = f"after {UNTIL:.0f} CPU seconds"
+            yield Result("rounding", "", in_words(fields), not_run=why)
+            continue
         yield from _of(subject, fields)
 
 
@@ -184,40 +205,109 @@ def in_words(fields: Fields) -> str:
     return ", ".join(f"{path.rpartition('.')[2]} {value}" for path, value in fields.items())
 
 
-def _first(cfg: Config, names: Sequence[str], devices: Sequence[jax.Device]) -> tuple[str, Config]:
-    """Return the first mesh on which a config can run, and the config on it."""
-    for name in names[:-1]:
-        try:
-            return name, on(cfg, name, len(devices))
-        except ConfigError:
-            continue
-    return names[-1], on(cfg, names[-1], len(devices))
-
-
 # ------------------------------------------------------------------------------------- gradients
 
 
 def _trace(cfg: Config, subject: Subject) -> Arrays:
     mesh, options = mesh_of(cfg, subject.devices), compile_options(subject.devices)
-    return traces.mesh_trace(cfg, mesh, [traces.random_batch(cfg)], 0, options).gradients
+    batch = [traces.random_batch(cfg)]
+    return traces.mesh_trace(cfg, mesh, batch, 0, options, changed=_uneven).gradients
+
+
+def _uneven(a: jax.Array) -> jax.Array:
+    """Return matrices of layers whose size differs by 16 along each dim, as a whole as before:
+    shards of random values have nearly the same largest one, and so the same scale."""
+    value = np.asarray(a)
+    for dim, n in enumerate(a.shape) if a.ndim > 2 else ():
+        factor = 16.0 ** np.linspace(-0.5, 0.5, n if dim else 1)
+        factor /= np.sqrt(np.mean(factor**2))
+        value = value * factor.reshape(-1, *[1] * (a.ndim - 1 - dim))
+    return jax.device_put(value.astype(a.dtype), a.sharding)
 
 
 def _gradients(subject: Subject, fields: Fields) -> Iterator[Result]:
     """Compare gradients of a mesh and of one device, which round alike."""
     rounded = replace(subject.small, **dict(fields))
     names = OF_COMPUTE if "compute.dtype" in fields else OF_FLOAT8
-    name, there = _first(rounded, names, subject.devices)
+    name, there = first_mesh(rounded, names, len(subject.devices))
     # What is gathered is rounded on a mesh alone, as the matmuls round it on one device.
     here = on(replace(rounded, **{"parallel.gather_dtype": "compute"}), ONE, len(subject.devices))
     exact = _trace(on(subject.small, ONE, len(subject.devices)), subject)
     found, wanted = _trace(there, subject), _trace(here, subject)
     least = gradient_bound(subject.small.model)
     yield from _compared(name, in_words(fields), subject, found, wanted, least, exact)
+    if "data" in name and fields.get("compute.dtype") == "bfloat16":
+        yield _few_digits(name, found)
+    if fields.get("compute.dtype") == "bfloat16":
+        yield from _accumulated(subject, rounded)
+
+
+def _few_digits(mesh: str, found: Arrays) -> Result:
+    """Look for gradients of which all numbers are bfloat16: float32 sums of several have more."""
+    share = {n: float(np.mean(_short(a))) for n, a in found.items() if a.size > 100 and a.any()}
+    far, where = distances.worst(share)
+    what = "share of a gradient's sums that are bfloat16, compute in bfloat16"
+    return Result("rounding", mesh, what, far, SHORT, where=where)
+
+
+def _short(a: np.ndarray) -> np.ndarray:
+    """Return which numbers bfloat16 has, too; zeros do not count."""
+    bits = np.ascontiguousarray(a, np.float32).view(np.uint32)
+    return (bits & 0xFFFF == 0) & (a != 0)
+
+
+#: Bound on that share: every other sum of two bfloat16 numbers of one size is one.
+SHORT = 0.9
+
+
+#: Meshes that sum gradients over four devices, four microbatches and the rows of each; and one over
+#: the microbatches of stages.
+OF_ROWS = ("data=4,num_microbatches=4,loss_chunks=4", "data=2,num_microbatches=4", ONE)
+OF_STAGES = "pipeline=2,num_microbatches=8"
+
+#: Rows that are summed, each the same, and the bound on the difference to one of them: sums in
+#: float32 are exact but for the last bit, in bfloat16 every other one is rounded.
+ROWS, OF_SUMS_OF_ROWS = 64, 1e-4
+
+
+def _accumulated(subject: Subject, cfg: Config) -> Iterator[Result]:
+    """Compare the gradient of many equal rows with that of one of them, in one program.
+
+    What a row adds is then a power of two times the same number, with the same rounding. A sum over
+    rows, microbatches or devices in a smaller dtype than float32 shows alone.
+    """
+    check, what = "rounding", "gradients of equal rows, compute in bfloat16"
+    if objective_in(cfg) or cfg.train.loss:
+        yield Result(check, "", what, not_run="the loss is not that of the next token")
+        return
+    none = dict.fromkeys(("train.balance_loss", "train.router_z_loss"), 0.0)
+    cfg = replace(cfg, **none, **{"train.global_batch_size": ROWS})
+    names = [first_mesh(cfg, OF_ROWS, len(subject.devices))[0]]
+    names += [OF_STAGES] if any(c.parallel.pipeline > 1 for c in subject.meshes.values()) else []
+    for name in names:
+        try:
+            there = on(cfg, name, len(subject.devices))
+        except ConfigError as error:
+            yield Result(check, name, what, not_run=str(error))
+            continue
+        mesh = mesh_of(there, subject.devices)
+        one = jax.tree.map(lambda a: np.repeat(a[:1], ROWS, axis=0), traces.random_batch(there))
+        first = np.arange(ROWS)[:, None] == 0
+        alone = dataclasses.replace(one, labels=np.where(first, one.labels, np.int32(IGNORED)))
+        batches = [traces.shard_batch(batch, there, mesh) for batch in (one, alone)]
+        params = init_state(there, mesh).params
+        step: Any = make_gradient_step(there, mesh, traces.max_segments(there))
+        step = step.lower(params, batches[0]).compile(compile_options(subject.devices))
+        found, wanted = (traces.to_host(step(params, batch)[1]) for batch in batches)
+        size = {n: np.abs(a).mean() or 1.0 for n, a in wanted.items()}
+        errors = {n: float(np.abs(found[n] - a).mean() / size[n]) for n, a in wanted.items()}
+        far, where = distances.worst(errors)
+        yield Result(check, name, what, far, OF_SUMS_OF_ROWS, where=where)
 
 
 def _sums(subject: Subject, fields: Fields) -> Iterator[Result]:
     """Compare gradients whose sums over devices are rounded with those of one device."""
-    name, there = _first(replace(subject.small, **dict(fields)), OF_SUMS, subject.devices)
+    name, there = first_mesh(replace(subject.small, **dict(fields)), OF_SUMS, len(subject.devices))
     here = on(subject.small, ONE, len(subject.devices))
     found, wanted = _trace(there, subject), _trace(here, subject)
     least = sum_bound(num_devices(there.parallel))
@@ -297,12 +387,24 @@ def _replicas(subject: Subject, fields: Fields) -> Iterator[Result]:
     bound = 1e-5 if kept else sum_bound(2)
     what = f"sums over replicas and what is kept, {in_words(fields)}"
     yield Result("rounding", "replica=2", what, far, bound, where=name)
+    batch, options = traces.random_batch(cfg), compile_options(subject.devices)
+    steps = traces.mesh_trace(cfg, mesh, [batch], 1, options, everything=True)
+    for what, pair in steps.same.items():
+        far, name = distances.worst(distances.metric_errors(*pair))
+        on_cpu = subject.devices[0].platform == "cpu"
+        bound = 0.0 if on_cpu else subject.tolerance
+        what = f"{what}, {in_words(fields)}"
+        yield Result("rounding", "replica=2", what, far, bound, where=name if far else "")
 
 
 # -------------------------------------------------------------------------------------- states
 
 #: Updates with one gradient: enough for what is lost each time to show in the mean.
 UPDATES = 16
+
+#: Updates of an average, which starts this share below the weights: each is less than the distance
+#: of two bfloat16 numbers, so that roundings which repeat go on to one side.
+UPDATES_OF_AVERAGE, BELOW = 48, 0.1
 
 #: Meshes of states.
 OF_STATES = ("data=2,tensor=2", "data=2", "data=1")
@@ -335,11 +437,14 @@ def _states(subject: Subject, fields: Fields) -> Iterator[Result]:
         "optimizer.ema": EmaConfig(decay=DECAY),
     }
     same["optimizer.moment_block"] = 16  # blocks that a mesh can split
+    if EMA in fields:  # a slow average: what weights change by would hide its rounding
+        same["optimizer.learning_rate"] = 1e-9
     cfg = replace(base, **same, **dict(fields))
-    name, there = _first(cfg, OF_STATES, subject.devices)
+    name, there = first_mesh(cfg, OF_STATES, len(subject.devices))
     here = on(cfg, ONE, len(subject.devices))
-    (found, codes), (alone, _) = _updated(there, subject), _updated(here, subject)
-    wanted = _exact(here, subject)
+    updates = UPDATES_OF_AVERAGE if EMA in fields else UPDATES
+    (found, codes), (alone, _) = (_updated(one, subject, updates) for one in (there, here))
+    wanted = _exact(here, subject, updates)
     for moment, arrays in found.items():
         dtype = _dtype_of(moment, cfg)
         if dtype == "float32":
@@ -387,13 +492,19 @@ def _decay_of(moment: str, cfg: Config) -> float:
     return {"nu": o.beta2, "ema": DECAY, "mu": max(o.beta1, o.muon_momentum)}.get(moment, o.beta1)
 
 
-def _updated(cfg: Config, subject: Subject) -> tuple[dict[str, Arrays], dict[str, int]]:
-    """Return moments and average after UPDATES, by their names, in float32; and how many 8-bit
+def _updated(
+    cfg: Config, subject: Subject, updates: int
+) -> tuple[dict[str, Arrays], dict[str, int]]:
+    """Return moments and average after updates, by their names, in float32; and how many 8-bit
     codes each moment uses."""
     mesh = mesh_of(cfg, subject.devices)
     update, state = update_program(cfg, mesh), init_state(cfg, mesh)
+    below = lambda a: jax.device_put(_below(np.asarray(a)), a.sharding)  # noqa: E731
+    late = jax.device_put(jnp.int32(LATE), state.step.sharding)
+    state = state.with_extra(ema=jax.tree.map(below, state.extra["ema"]))
+    state = dataclasses.replace(state, step=late)
     grads = placed(_gradient(cfg), cfg, mesh)
-    for _ in range(UPDATES):
+    for _ in range(updates):
         state = update(state, grads)
     found, codes = dict[str, Arrays](), dict[str, int]()
     for moment, arrays in moments_of(state.opt_state).items():
@@ -410,17 +521,22 @@ def _updated(cfg: Config, subject: Subject) -> tuple[dict[str, Arrays], dict[str
     return found, codes
 
 
-def _exact(cfg: Config, subject: Subject) -> dict[str, Arrays]:
+def _below(a: np.ndarray) -> np.ndarray:
+    return (a.astype(np.float32) * np.float32(1 - BELOW)).astype(a.dtype)
+
+
+def _exact(cfg: Config, subject: Subject, updates: int) -> dict[str, Arrays]:
     """Return the same of numpy's rule."""
     kinds = {path: kind for path, kind in kinds_of(cfg).items() if kind.trained}
     rule = independent.Optimizer(cfg, kinds)
-    start = traces.to_host(init_state(cfg, mesh_of(cfg, subject.devices)).params)
+    state = init_state(cfg, mesh_of(cfg, subject.devices))
+    start, begun = traces.to_host(state.params), traces.to_host(state.extra["ema"])
     weights = {n: start[n].astype(np.float64) for n in kinds}
     grads = {n: a.astype(np.float64) for n, a in _gradient(cfg).items()}
-    average = dict(weights)
-    for step in range(UPDATES):
+    average = {n: _below(a).astype(np.float64) for n, a in begun.items()}
+    for step in range(updates):
         weights = rule.update(weights, grads)
-        average = independent.averaged(average, weights, DECAY, step)
+        average = independent.averaged(average, weights, DECAY, LATE + step)
     return rule.moments | {"ema": average}
 
 

@@ -57,6 +57,10 @@ def thorough(cfg: Config) -> Config:
     more: dict[str, Any] = {"optimizer.ema": EmaConfig(decay=EMA_DECAY), "train.z_loss": Z_LOSS}
     if experts_in(cfg.model):
         more |= {"train.balance_loss": BALANCE_LOSS, "train.router_z_loss": ROUTER_Z_LOSS}
+    if cfg.model.mup:
+        # By default feed-forwards are wider by the same ratio as the model, which hides its place.
+        base = d_ff(cfg.model) / (2 * cfg.model.width_multiplier)
+        more["model.mup.base_d_ff"] = max(round(base), 1)
     one = ParallelConfig(data=1)
     check(dataclasses.replace(cfg, parallel=one))  # what follows is then refused for what is added
     for path, value in more.items():

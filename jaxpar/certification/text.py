@@ -16,7 +16,7 @@ from jaxpar.certification.results import Result, Subject
 from jaxpar.certification.updates import compile_options
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.validate import resolve
-from jaxpar.inference import generation
+from jaxpar.inference import generation, speculative
 from jaxpar.inference.options import Sampling
 from jaxpar.model import decode
 from jaxpar.model.plain import decoder
@@ -46,6 +46,7 @@ def text(subject: Subject) -> Iterator[Result]:
             far, where = max(errors())
             yield Result("text", mesh, what, far, tolerance, where=where)
     yield from sampled(subject.small.model.vocab_size)
+    yield accepted()
 
 
 class Served:
@@ -180,3 +181,34 @@ def sampled(vocab_size: int) -> Iterator[Result]:
     deviation = np.sqrt(DRAWN * np.maximum(wanted * (1 - wanted), 1e-6))
     far = np.abs(counts - DRAWN * wanted) / deviation
     yield Result("text", "", "drawn tokens", float(far.max()), DEVIATIONS, where=f"{far.argmax()}")
+
+
+#: Drafts of a row, and tokens that they are drawn from.
+DRAFTS, CHOICES = 2, 6
+
+
+def accepted() -> Result:
+    """Compare what follows from accepted drafts with what the model alone would draw.
+
+    Source:   Leviathan et al. 2023 (2211.17192), theorem in appendix A.1.
+    """
+    rng = np.random.default_rng(0)
+    target = rng.dirichlet(np.ones(CHOICES), DRAFTS + 1)
+    proposed = rng.dirichlet(np.ones(CHOICES), DRAFTS)
+    drafts = np.stack([rng.choice(CHOICES, DRAWN, p=q) for q in proposed], axis=1)
+    uniform = rng.random((DRAWN, DRAFTS)).astype(np.float32)
+    of_rows = lambda a: jnp.asarray(np.broadcast_to(a, (DRAWN, *a.shape)), jnp.float32)  # noqa: E731
+    chances = of_rows(target), of_rows(proposed)
+    count = speculative.num_accepted(*chances, jnp.asarray(drafts), jnp.asarray(uniform))
+    rest = np.asarray(speculative.next_chances(*chances, count), np.float64)
+    rest = np.cumsum(rest / rest.sum(axis=1, keepdims=True), axis=1)
+    chosen = np.minimum((rest < rng.random((DRAWN, 1))).sum(axis=1), CHOICES - 1)
+    number, far = np.asarray(count), 0.0
+    for at in range(DRAFTS + 1):  # of the rows that reach a place, what is there
+        there = number >= at
+        tokens = np.where(number > at, drafts[:, min(at, DRAFTS - 1)], chosen)[there]
+        wanted = target[at] * there.sum()
+        deviation = np.sqrt(np.maximum(wanted * (1 - target[at]), 1e-6))
+        found = np.bincount(tokens, minlength=CHOICES)
+        far = max(far, float((np.abs(found - wanted) / deviation).max()))
+    return Result("text", "", "tokens after drafts", far, DEVIATIONS)

@@ -241,10 +241,19 @@ def _updates(cfg: Config, specs: Any, params: Any) -> tuple[Any, Any]:
         clipped, _ = clip.update(grads, clip.init(trainable))
         updates, opt_state = rule.update(clipped, opt_state, trainable)
         new = join(optax.apply_updates(trainable, updates), frozen)
-        for feature in sorted(features_of(cfg), key=_late):
-            new, own = feature.plain(new, params, extra[feature.name], step, batch, cfg)
-            extra = extra | {feature.name: own}
-        return new, opt_state, extra, plain_metrics.after_update(new, cfg)
+        found = features_of(cfg)
+        late = sorted((one for one in found if any(_late(one))), key=_late)
+
+        def applied(features: Sequence[Feature], new: Any, extra: Any) -> tuple[Any, Any]:
+            for feature in features:
+                new, own = feature.plain(new, params, extra[feature.name], step, batch, cfg)
+                extra = extra | {feature.name: own}
+            return new, extra
+
+        new, extra = applied([one for one in found if one not in late], new, extra)
+        of_update = plain_metrics.of_update(split(new, specs)[0], trainable, cfg)
+        new, extra = applied(late, new, extra)
+        return new, opt_state, extra, plain_metrics.after_update(new, cfg) | of_update
 
     return update, rule.init(split(params, specs)[0])
 
@@ -312,13 +321,17 @@ def mesh_trace(
     compiler_options: dict[str, Any] | None = None,
     *,
     everything: bool = False,
+    changed: Callable[[jax.Array], jax.Array] | None = None,
 ) -> TrainingTrace:
     """Do the same with the train step on a mesh; `cfg` is resolved for the mesh.
 
     Args:     everything: also evaluate, keep states, and repeat the first step at a loss scale.
+              changed: makes other initial values of each weight.
     """
     ex = dataclasses.replace(execution_of(cfg), scales_loss=True) if everything else None
     state = init_state(cfg, mesh)
+    if changed:
+        state = dataclasses.replace(state, params=jax.tree.map(changed, state.params))
     start = jax.tree.map(np.array, state), jax.tree.map(lambda a: a.sharding, state)
     init = params = logical(state.params, cfg)
     placed = [shard_batch(batch, cfg, mesh) for batch in batches[: max(steps, 1)]]
@@ -380,7 +393,7 @@ def mesh_trace(
 def _guarded(
     step: Any, start: Any, batch: Any, cfg: Config, first: Arrays
 ) -> dict[str, tuple[Arrays, Arrays]]:
-    """Repeat the first step at a loss scale that then grows, and at one that overflows.
+    """Repeat the first step at a loss scale that then grows, and with an overflow, which halves it.
 
     Args:     start: arrays and shardings of the first state. first: metrics, state and
               gradients of the first step.
@@ -388,28 +401,29 @@ def _guarded(
     """
     same: dict[str, tuple[Arrays, Arrays]] = {}
     last = cfg.guard.loss_scale_interval - 1
-    for scale in (SCALE, np.inf):
+    for overflows in (False, True):
         state = jax.device_put(*start)
+        if overflows:  # one gradient is no number, at a scale that can be halved
+            top = state.params["final_norm"]
+            broken = jax.device_put(np.full(top.shape, np.nan, top.dtype), top.sharding)
+            state = dataclasses.replace(state, params=state.params | {"final_norm": broken})
         before, guard = named(to_logical(state, cfg).saved), state.extra["guard"]
-        changed = {"loss_scale": np.float32(scale), "since_change": np.int32(last)}
+        changed = {"loss_scale": np.float32(SCALE), "since_change": np.int32(last)}
         changed = {n: jax.device_put(a, guard[n].sharding) for n, a in changed.items()}
         state, measured = step(state.with_extra(guard=guard | changed), batch)
         grads = logical(measured.pop(GRADIENTS), cfg)
         after = named(to_logical(state, cfg).saved)
-        if scale == SCALE:
-            expected = {
-                "guard/loss_scale": np.array(2 * SCALE, np.float32),
-                "guard/since_change": np.array(0, np.int32),
-            }
+        scale = np.array(SCALE / 2 if overflows else 2 * SCALE, np.float32)
+        expected = {"guard/loss_scale": scale, "guard/since_change": np.array(0, np.int32)}
+        if overflows:
+            once = np.array(1, np.int32)
+            wanted = before | expected | {"step": once, "guard/skipped": once}
+            same["a step that overflows"] = (after, wanted)
+        else:
             found = after | to_host(measured) | grads
             del found["loss_scale"]
             wanted = {name: first[name] for name in found} | expected
             same[f"a step at a loss scale of {SCALE:.0f}"] = (found, wanted)
-        else:
-            once = np.array(1, np.int32)
-            wanted = before | {"step": once, "guard/skipped": once}
-            del wanted["guard/loss_scale"]  # half of infinity
-            same["a step that overflows"] = (after, wanted)
     return same
 
 

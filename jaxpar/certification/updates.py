@@ -22,7 +22,8 @@ from jaxpar.certification.meshes import num_devices, parse_meshes, resolve_meshe
 from jaxpar.certification.results import Result, Subject
 from jaxpar.certification.traces import QUICK_COMPILE, Arrays, initial_params, to_host
 from jaxpar.components.weight import Weight
-from jaxpar.config import Config, present, replace
+from jaxpar.config import Config, ConfigError, present, replace, value_of
+from jaxpar.config.lists import weight_schedules
 from jaxpar.config.schema.optimizer import EmaConfig
 from jaxpar.config.validate import resolve
 from jaxpar.execution.decisions import execution_of
@@ -45,6 +46,19 @@ def on(cfg: Config, mesh: str, available: int) -> Config:
     """Return a config on a mesh. Raises:   ConfigError if it cannot run there."""
     parallel = parse_meshes([mesh], cfg.parallel)
     return resolve_meshes(cfg, parallel, available, given=True)[0][mesh]
+
+
+def first_mesh(cfg: Config, names: Sequence[str], available: int) -> tuple[str, Config]:
+    """Return the first mesh on which a config can run, and the config on it.
+
+    Raises:   ConfigError if it can run on none.
+    """
+    for name in names[:-1]:
+        try:
+            return name, on(cfg, name, available)
+        except ConfigError:
+            continue
+    return names[-1], on(cfg, names[-1], available)
 
 
 def on_one_device(asked: Config) -> Config:
@@ -148,6 +162,9 @@ def initial_weights(subject: Subject) -> Iterator[Result]:
     yield Result(check, "", what, far, DEVIATIONS, where=path)
     twice = _repeated(values)
     yield Result(check, "", "values that repeat", len(twice), where=", ".join(twice))
+    others = to_host(initial_params(specs_of(cfg), cfg.train.seed + 1))
+    same = [n for n, a in values.items() if _is_random(a) and np.array_equal(a, others[n])]
+    yield Result(check, "", "values for two seeds alike", len(same), where=", ".join(same))
 
 
 def declared_wrong(spec: ParamSpec, kind: WeightKind) -> Iterator[str]:
@@ -188,20 +205,26 @@ def _repeated(values: Arrays) -> list[str]:
     seen, twice = dict[bytes, str](), list[str]()
     for path, array in values.items():
         for row in array if "/" in path else [array]:
-            if row.size > 3 and np.unique(row).size > 1:
+            if _is_random(row):
                 found = seen.setdefault(row.tobytes(), path)
                 twice += [path] if found is not path or row.tobytes() in twice else []
     return twice
+
+
+def _is_random(a: np.ndarray) -> bool:
+    return a.size > 3 and np.unique(a).size > 1
 
 
 # -------------------------------------------------------------------------------------- schedule
 
 
 def schedule(subject: Subject) -> Iterator[Result]:
-    """Compare the learning rate at the start, around the warm-up's end, later, and after the end.
+    """Compare the learning rate at the start, around the warm-up's end, later, and after the end;
+    and weights of losses that change.
 
-    Both are of the asked config.
+    All are of the asked config.
     """
+    yield from _loss_weights(subject.asked)
     asked = on_one_device(subject.asked)
     o, n = asked.optimizer, asked.train.num_steps
     if not isinstance(o.schedule, str):
@@ -222,6 +245,19 @@ def schedule(subject: Subject) -> Iterator[Result]:
     at = int(np.argmax(errors))
     where = f"step {steps[at]}: {found[at]:.6g}, not {wanted[at]:.6g}"
     yield Result("schedule", "", "learning rate", float(errors[at]), RATE, where=where)
+
+
+def _loss_weights(asked: Config) -> Iterator[Result]:
+    """Compare weights of losses between and beyond the points of their schedules."""
+    for path in (weight_schedules.Z_LOSS, weight_schedules.MTP_LOSS):
+        if not (points := value_of(asked, path)):
+            continue
+        at, weights = [one.step for one in points], [one.weight for one in points]
+        steps = sorted({max(step + k, 0) for step in at for k in (-1, 0, 1, 3)})
+        wanted = np.interp(steps, at, weights)
+        found = np.array([weight_schedules.weight_at(asked, path, step) for step in steps])
+        error = float(np.abs(found - wanted).max() / (max(weights) or 1.0))
+        yield Result("schedule", "", path, error, RATE)
 
 
 #: Bound on the error of a learning rate relative to the peak: float32 counts steps to 1e7.
@@ -324,6 +360,9 @@ def of_updates(subject: Subject) -> Config:
     # `schedule` compares long warm-ups, whose first rates have the rounding error of the peak.
     rate: dict[str, Any] = {"learning_rate": WARM_UP * FIRST_RATE, "schedule_by": "steps"}
     rate |= {"warmup_steps": WARM_UP, "warmup_fraction": 0.0}
+    # An eps of a third of the gradients, beside which a factor of it shows.
+    typical = (asked.clip_norm or 1.0) / math.sqrt(count(trainable_specs(small)))
+    rate["eps"] = max(asked.eps, typical / 3)
     if asked.name == "sgd":  # its updates have the size of the gradients
         rate["learning_rate"] *= math.sqrt(count(trainable_specs(small))) / (asked.clip_norm or 1.0)
     o = dataclasses.replace(asked, **exact, **ema, **rate)

@@ -82,7 +82,7 @@ class Loader:
             self._positions = Positions(self._own, cfg.train.seed, self._shape_of, most)
         lengths = sorted({size.length for size in self.sizes.sizes})
         shapes = [(size.rows, size.length) for size in self.sizes.sizes]
-        self._rows = {shape[0]: _rows_of_this_process(self._sharding, shape) for shape in shapes}
+        self._rows = {shape[0]: rows_of_process(self._sharding, shape) for shape in shapes}
         self._order = {length: _checked_order(order(length), length) for length in lengths}
         for source in self.sources:
             self._check_fits(source.dataset)
@@ -429,7 +429,8 @@ def source_seeds(seed: int | None, num_sources: int) -> list[int | None]:
     return [zlib.crc32(f"{seed} {i}".encode()) & 0x7FFF_FFFF for i in range(num_sources)]
 
 
-def _rows_of_this_process(sharding: NamedSharding, shape: tuple[int, int]) -> np.ndarray:
+def rows_of_process(sharding: NamedSharding, shape: tuple[int, int]) -> np.ndarray:
+    """Return the rows of a global batch [B, T] that this process has devices for, ascending."""
     shards = sharding.addressable_devices_indices_map(shape).values()
     ranges = sorted({index[0].indices(shape[0]) for index in shards if index is not None})
     return np.unique(np.concatenate([np.arange(*r, dtype=np.int64) for r in ranges]))

@@ -12,29 +12,48 @@ import pytest
 
 from jaxpar.certification import (
     checkpoints,
+    checks,
+    command,
     data_order,
+    evaluations,
     independent,
     kernels,
+    outer_steps,
     rounding,
+    small_config,
     text,
     updates,
 )
-from jaxpar.certification.meshes import parse_meshes, resolve_meshes
+from jaxpar.certification.meshes import (
+    MOST_DEVICES,
+    default_meshes,
+    parse_meshes,
+    resolve_meshes,
+)
 from jaxpar.certification.results import Check, Result, Subject
 from jaxpar.checkpoint.loading import restore
 from jaxpar.config import Config, ConfigError, Experts, Glu, replace
 from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.schema.items import StepShare
+from jaxpar.config.schema.optimizer import EmaConfig
+from jaxpar.config.schema.parallel import DilocoConfig
 from jaxpar.data import packing, shuffle
 from jaxpar.data.loader import Loader
+from jaxpar.execution.decisions import Platform, execution_of
 from jaxpar.inference import generation
+from jaxpar.kernels.attention import AttentionMask
 from jaxpar.model import decode, parameters
 from jaxpar.model.parameters import specs_of
+from jaxpar.model.plain.attention import PlainMask
 from jaxpar.optimizer import moments, rules, schedules, stochastic_rounding
+from jaxpar.parallel import staged_model
 from jaxpar.parallel.fsdp import gather as fsdp
 from jaxpar.sharding.params import ParamSpec, flat
 from jaxpar.step import state as states
+from jaxpar.step.diloco import fragments, outer
+from jaxpar.step.diloco import overlap as diloco_overlap
 from jaxpar.step.features import moving_average
+from jaxpar.training import evaluation
 from tests.tiny import STATE, TINY
 
 pytestmark = pytest.mark.usefixtures("quick_compile", "devices")
@@ -62,7 +81,7 @@ def wrong(check: Check, of: Subject) -> list[str]:
 
 def test_initial_weights():
     found = run(updates.initial_weights, subject())
-    assert len(found) == 3 and all(result.passed and not result.not_run for result in found)
+    assert len(found) == 4 and all(result.passed and not result.not_run for result in found)
 
 
 @pytest.mark.parametrize("name", known_configs().split(", "))
@@ -303,6 +322,59 @@ def test_rounding_that_truncates_is_found(monkeypatch):
     assert any("mean ratio of nu in bfloat16" in one for one in found)
 
 
+def test_sums_of_equal_rows_in_bfloat16_are_found(monkeypatch):
+    of = subject()
+    found = [*rounding._accumulated(of, replace(of.small, **{"compute.dtype": "bfloat16"}))]
+    assert [result.passed for result in found] == [True] and not found[0].not_run
+
+    def rounded(total, part):
+        part = part if isinstance(part, jax.Array) else part.gradients[0]
+        return (total.astype(jnp.bfloat16) + part.astype(jnp.bfloat16)).astype(jnp.float32)
+
+    monkeypatch.setattr(staged_model.add_gradients, "__defaults__", (rounded,))
+    found = [*rounding._accumulated(of, replace(of.small, **{"compute.dtype": "bfloat16"}))]
+    assert not found[0].passed
+
+
+def test_few_digits_of_sums_are_found():
+    draws = np.random.default_rng(0).standard_normal((2, 1000)).astype(np.float32)
+    short = np.asarray(jnp.asarray(draws).astype(jnp.bfloat16).astype(jnp.float32))
+    assert rounding._few_digits("", {"w": short.sum(axis=0)}).passed
+    assert not rounding._few_digits("", {"w": short[0]}).passed
+
+
+# ----------------------------------------------------------------------------------- evaluations
+
+
+@pytest.mark.slow
+def test_evaluations(monkeypatch):
+    of = subject(optimizer__ema=EmaConfig(decay=0.9))
+    found = run(evaluations.evaluations, of)
+    assert [result.what for result in found] == ["loss of held_out", "loss of ema"]
+    assert all(result.passed and not result.not_run for result in found)
+    monkeypatch.setattr(evaluation, "averaged", lambda state, cfg: state.params)
+    assert len(wrong(evaluations.evaluations, of)) == 1
+
+
+# ------------------------------------------------------------------------------------ outer steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [0, 2])
+def test_outer_steps(overlap, monkeypatch):
+    diloco = DilocoConfig(every=6, fragments=2, overlap=overlap)
+    of = subject()
+    of = dataclasses.replace(of, asked=replace(of.asked, diloco=diloco))
+    found = run(outer_steps.outer_steps, of)
+    assert len(found) == 2 + bool(overlap)
+    assert all(result.passed and not result.not_run for result in found)
+    real = fragments.mean_of_replicas
+    for module in (outer, diloco_overlap):
+        twice = lambda x, dtype: 2 * real(x, dtype)  # noqa: E731
+        monkeypatch.setattr(module, "mean_of_replicas", twice)
+    assert wrong(outer_steps.outer_steps, of)
+
+
 # --------------------------------------------------------------------------------------- kernels
 
 
@@ -338,3 +410,45 @@ def test_numpy_versions_import_nothing_of_what_they_check():
     names = {name for name in vars(independent) if not name.startswith("_")}
     assert names & {"jax", "jnp", "optax"} == set()
     assert independent.Config is Config
+
+
+def test_what_is_not_compared_is_listed(monkeypatch):
+    """A check that compares nothing says so, like one that says why it was not run."""
+    name, check = checks._listed("nothing", lambda subject: iter(()))
+    (found,) = check(subject())
+    assert found.check == name and found.not_run
+    monkeypatch.setattr(command, "print_results", lambda results, width: [*results])
+    every = [("nothing", check), ("kernels", dict(checks.CHECKS)["kernels"])]
+    results = [r for of in command.run_checks(subject(), checks=every) for r in of]
+    said = command.summary(results).splitlines()
+    assert [line.startswith("not run: ") for line in said] == [True, True, False]
+    assert said[-1] == "0 of 0 comparisons agree"
+
+
+def test_default_meshes_take_every_way_to_execute_a_dense_model():
+    """What `execution_of` decides on a CPU is decided both ways by some of the meshes."""
+    cfg = small_config.float32(load_config("llama3_8b"))
+    meshes, _ = default_meshes(cfg, MOST_DEVICES)
+    cfg = small_config.shrink(cfg, list(meshes.values()))
+    configs, _ = resolve_meshes(cfg, meshes, MOST_DEVICES, given=False)
+    taken = [execution_of(one, Platform("cpu")) for one in configs.values()]
+    names = ("gathers_per_layer", "scatters_per_layer", "stage_wide_collectives", "layers_per_vjp")
+    for accumulates in (False, True):
+        some = [
+            ex
+            for ex in taken
+            if ex.cfg.parallel.pipeline == 1
+            and (ex.cfg.parallel.num_microbatches > 1) == accumulates
+        ]
+        for name in names if accumulates else names[:3]:
+            assert {bool(getattr(ex, name)) for ex in some} == {False, True}, (name, accumulates)
+
+
+def test_the_mask_of_the_plain_model_is_that_of_the_kernels():
+    rng = np.random.default_rng(0)
+    segments = np.cumsum(rng.random((3, 20)) < 0.2, axis=1).astype(np.int32)
+    positions = np.broadcast_to(np.arange(20, dtype=np.int32), segments.shape)
+    for window in (None, 4):
+        given = positions, positions, segments, segments, window
+        plain, ours = PlainMask(*given).dense(), AttentionMask(*given).dense()
+        assert np.array_equal(plain, ours) and 0 < plain.mean() < 0.5

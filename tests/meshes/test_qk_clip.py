@@ -15,7 +15,7 @@ from jaxpar.config.validate import resolve
 from jaxpar.model.parameters import specs_of
 from jaxpar.sharding.mesh import axis_sizes, make_mesh
 from jaxpar.sharding.params import flat
-from jaxpar.step.features.qk_clip import clipped, largest_logits
+from jaxpar.step.features.qk_clip import largest_logits, plainly_clipped
 from jaxpar.step.state import init_state
 from jaxpar.step.train_step import make_train_step
 from tests import weights
@@ -114,6 +114,6 @@ def test_a_clipped_head_has_the_limit_as_its_largest_logit(values):
     cfg = limited(values | {"model.num_layers": 1})
     params, before = initial(replace(cfg, **{"optimizer.qk_clip": 0.0}))
     batch, limit = traces.random_batch(cfg, 0), cfg.optimizer.qk_clip
-    after = jax.jit(lambda p: largest_logits(clipped(p, before, cfg), batch, cfg))(params)
+    after = jax.jit(lambda p: largest_logits(plainly_clipped(p, before, cfg), batch, cfg))(params)
     assert (before > limit).sum() == before.size // 2
     np.testing.assert_allclose(after, np.minimum(before, limit), rtol=1e-5)

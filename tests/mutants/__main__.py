@@ -3,20 +3,19 @@
     python -m tests.mutants                     all, and write results.json and the table of docs/
     python -m tests.mutants NAME ... --jobs 4   some, by name or by what their names contain
     python -m tests.mutants --missing           those without a result, or whose tests did not run
-    python -m tests.mutants --together          first all with one command in one copy, as below
     python -m tests.mutants --clean             the same commands on the package without a fault
     python -m tests.mutants --list
 
 A fault changes one to six lines (`faults/`). `jaxpar.certify` runs on a copy that has it, with the
-config, mesh and options that should find it; then the tests that it names. Results are written as
-they come, and others are kept. With --clean nothing is written. With --together, faults that have
-the same command are first put into one copy: if the command passes, it finds none of them, and is
-not run again for each.
+config, mesh and options that should find it, up to the first comparison that fails; then the tests
+that it names. Results are written as they come, and others are kept. With --clean nothing is
+written.
 
 Exit codes: 0 all ran (also if some were not found), 1 a run failed, or with --clean found anything.
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -25,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from tests.conftest import compile_quickly
 from tests.mutants import table
-from tests.mutants.every import every_fault, read_results, record
+from tests.mutants.every import every_fault, likeliest_checks, read_results, record
 from tests.mutants.fault import ROOT, Fault
 from tests.mutants.running import (
     Result,
@@ -33,7 +32,6 @@ from tests.mutants.running import (
     certified,
     copy_with,
     passes_test,
-    passing_together,
     run,
 )
 
@@ -53,6 +51,7 @@ def main(args: Sequence[str] | None = None) -> int:
         table.write()
         return 0
     compile_quickly()
+    os.environ["JAX_PLATFORMS"] = "cpu"
     failed = _clean(faults, asked) if asked.clean else _inject(faults, asked)
     print("\n".join(failed))
     return 1 if failed else 0
@@ -86,11 +85,9 @@ def _options(args: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="faults, or parts of their names")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
-    parser.add_argument("--prefix", default="", help="what precedes each command: 'nice -n 5'")
     parser.add_argument("--missing", action="store_true", help="only faults without a result")
     parser.add_argument("--no-tests", action="store_true", help="run the command alone")
     parser.add_argument("--clean", action="store_true", help="without a fault: all must pass")
-    parser.add_argument("--together", action="store_true", help="first several in one copy")
     parser.add_argument("--page", action="store_true", help="only write the page again")
     parser.add_argument("--list", action="store_true", help="list the faults")
     return parser.parse_args(args)
@@ -103,51 +100,25 @@ def _inject(faults: list[Fault], asked: argparse.Namespace) -> list[str]:
     began, failed = time.monotonic(), list[str]()
     with ThreadPoolExecutor(max(asked.jobs, 1)) as pool:
         head = commit.stdout.strip()
-        recorded = {n: one for n, one in read_results().items() if one.commit == head}
-        passed = {n: one.line for n, one in recorded.items() if not one.found_by}
-        if asked.together:
-            unknown = [fault for fault in faults if fault.name not in passed]
-            passed |= _passed(unknown, asked.prefix, pool, head)
-        runs = [
-            pool.submit(
-                run, fault, asked.prefix, head, passed.get(fault.name, ""), tests=not asked.no_tests
-            )
-            for fault in faults
-        ]
+
+        def one(fault: Fault) -> Result:
+            return run(fault, head, likeliest_checks(fault), tests=not asked.no_tests)
+
+        runs = [pool.submit(one, fault) for fault in faults]
         for number, done in enumerate(as_completed(runs), 1):
             try:
-                result: Result = done.result()
+                result = done.result()
             except RunFailed as error:
                 failed.append(str(error))
                 print(f"{number}/{len(runs)} FAILED {error}", flush=True)
                 continue
             record(result)
             took = f"{result.seconds:.0f} CPU s; {time.monotonic() - began:.0f} s in all"
-            what = f"{result.found_by}: {result.line}" if result.found_by else "NOT FOUND"
+            by = " ".join(filter(None, (result.found_by, result.check)))
+            what = f"{by}: {result.line}" if by else "NOT FOUND"
             print(f"{number}/{len(runs)} {result.name}: {what} ({took})", flush=True)
     table.write()
     return failed
-
-
-def _passed(
-    faults: list[Fault], prefix: str, pool: ThreadPoolExecutor, commit: str
-) -> dict[str, str]:
-    """Run each command once with all faults that it should find. As `passing_together`."""
-    groups: dict[str, list[Fault]] = {}
-    for fault in faults:
-        groups.setdefault(fault.certify, []).append(fault)
-
-    def one(group: list[Fault]) -> dict[str, str]:
-        try:
-            found = passing_together(group, prefix)
-        except RunFailed:
-            return {}  # it fails again when it is run alone
-        for name, why in found.items():
-            record(Result(name, "", why, commit=commit, certify=group[0].certify))
-        print(f"{group[0].certify}: {len(found)} of {len(group)} passed together", flush=True)
-        return found
-
-    return {n: why for found in pool.map(one, groups.values()) for n, why in found.items()}
 
 
 def _clean(faults: list[Fault], asked: argparse.Namespace) -> list[str]:
@@ -155,13 +126,13 @@ def _clean(faults: list[Fault], asked: argparse.Namespace) -> list[str]:
 
     def command(fault: Fault) -> str:
         with copy_with([]) as root:
-            found, line, seconds = certified(root, fault, asked.prefix)
+            found, line, seconds, _ = certified(root, fault)
         print(f"{fault.certify}: {found or 'passes'} {line} ({seconds:.0f} CPU s)", flush=True)
         return f"without a fault: {fault.certify}: {found}: {line}" if found else ""
 
     def test(name: str) -> str:
         with copy_with([]) as root:
-            passes, seconds = passes_test(root, name, asked.prefix)
+            passes, seconds = passes_test(root, name)
         print(f"{name}: {'passes' if passes else 'FAILS'} ({seconds:.0f} CPU s)", flush=True)
         return "" if passes else f"without a fault: {name} fails"
 

@@ -4,6 +4,8 @@ import dataclasses
 import fcntl
 import importlib
 import json
+from collections import Counter
+from os.path import commonpath
 from pathlib import Path
 
 from tests.mutants.fault import Fault
@@ -36,4 +38,21 @@ def record(result: Result, file: Path = RESULTS) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         results = read_results(file) | {result.name: result}
         lines = (json.dumps(dataclasses.asdict(results[name])) for name in sorted(results))
-        file.write_text("[\n" + ",\n".join(lines) + "\n]\n", "utf-8")
+        new = file.with_suffix(".new")
+        new.write_text("[\n" + ",\n".join(lines) + "\n]\n", "utf-8")
+        new.replace(file)  # at once: others read it
+
+
+#: The checks of the command that take a few CPU seconds at most, the quickest first.
+QUICK = ("schedule", "initial weights", "optimizer", "data order")
+
+
+def likeliest_checks(fault: Fault, file: Path = RESULTS) -> list[str]:
+    """Return names of checks in the order in which a fault needs the least time to be found: first
+    those that found faults of the same file, of the same folder, and so on; then quick ones."""
+    faults, finds = {one.name: one for one in every_fault()}, Counter(dict.fromkeys(QUICK, 0))
+    for name, result in read_results(file).items():
+        if result.check and name != fault.name:
+            shared = commonpath([fault.file, faults[name].file]).count("/")
+            finds[result.check] += 100**shared
+    return [name for name, _ in finds.most_common()]

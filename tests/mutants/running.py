@@ -3,25 +3,29 @@
 import ast
 import fcntl
 import itertools
+import multiprocessing
 import os
 import re
 import resource
+import runpy
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal
 
 from tests.mutants.fault import ROOT, Fault
 
-#: The command that should find a fault, and its options before the fault's own.
+#: The command that should find a fault, and what runs it as far as the first failure.
 CERTIFY = ("-m", "jaxpar.certify")
+FIRST_FAILURE = "tests.mutants.first_failure"
 
 #: Exit codes of that command: all agree; a mismatch.
 AGREES, DIFFERS = 0, 1
@@ -31,6 +35,7 @@ COPIED, LINKED = ("jaxpar", "configs"), ("tests", "docs", "scripts", "pyproject.
 
 #: Where copies are, compiled modules, and what tests keep.
 HOME = ROOT / ".pytest_cache" / "mutants"
+MODULES = HOME / "modules"
 
 #: CPU seconds after which a run is stopped: it has not found the fault.
 MOST_SECONDS = 600
@@ -56,6 +61,8 @@ class Result:
     """The last one that had changed the package."""
     certify: str = ""
     """`Fault.certify` of the run."""
+    check: str = ""
+    """The check of the command that found it."""
 
 
 class RunFailed(Exception):
@@ -103,78 +110,61 @@ def _free_folder() -> Iterator[Path]:
             return
 
 
-def run(fault: Fault, prefix: str, commit: str, passed: str = "", *, tests: bool) -> Result:
+def run(fault: Fault, commit: str, first: Sequence[str], *, tests: bool) -> Result:
     """Run the command, and where it finds nothing the tests.
 
-    Args:     prefix: what precedes each command, such as "nice". passed: how the command is known
-              to find nothing; "" to run it. tests: False to leave them out.
+    Args:     first: the command's checks, the likeliest first. tests: False to leave them out.
     Raises:   RunFailed.
     """
     with copy_with([fault]) as root:
-        found, line, seconds = ("", passed, 0.0) if passed else certified(root, fault, prefix)
+        found, line, seconds, check = certified(root, fault, first)
         tested = tests and not found
         for test in fault.tests if tested else ():
-            passes, took = passes_test(root, test, prefix)
+            passes, took = passes_test(root, test)
             seconds += took
             if not passes:
                 found, line = "test", test
                 break
-    return Result(fault.name, found, line, tested, round(seconds, 1), commit, fault.certify)
+    return Result(fault.name, found, line, tested, round(seconds, 1), commit, fault.certify, check)
 
 
-def passes_test(root: Path, test: str, prefix: str) -> tuple[bool, float]:
+def passes_test(root: Path, test: str) -> tuple[bool, float]:
     """Return whether a test passes in a copy, and CPU seconds. Raises: RunFailed."""
-    code, text, seconds = execute(root, prefix, "-m", "pytest", *PYTEST, test)
+    code, text, seconds = execute(root, "pytest", *PYTEST, test)
     if code not in (0, 1):
         raise RunFailed(f"pytest {test}: exit code {code}\n{text[-2000:]}")
     return code == 0, seconds
-
-
-def passing_together(faults: Sequence[Fault], prefix: str) -> dict[str, str]:
-    """Run the command once with several faults of one `certify`: if it passes, it finds none. If
-    not, do the same with each half of them.
-
-    Returns:  how the command is known to find nothing, by the faults' names; without those of
-              which that is not known.
-    """
-    together: list[Fault] = []
-    for fault in faults:
-        try:
-            with copy_with([*together, fault]):
-                together.append(fault)
-        except ValueError:
-            continue  # it changes what another one has changed
-    if len(together) < 2:
-        return {}
-    with copy_with(together) as root:
-        found, _, _ = certified(root, together[0], prefix)
-    if not found:
-        why = f"passed together with {len(together) - 1} others"
-        return {fault.name: why for fault in together}
-    half = len(together) // 2
-    return passing_together(together[:half], prefix) | passing_together(together[half:], prefix)
 
 
 #: Options of pytest: slow tests too, since they are named.
 PYTEST = ("-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-m", "not gpu")
 
 
-def certified(root: Path, fault: Fault, prefix: str) -> tuple[Finder, str, float]:
-    """Return what the command found, the line that says so, and CPU seconds."""
-    code, text, seconds = execute(root, prefix, *CERTIFY, *fault.command)
+def certified(
+    root: Path, fault: Fault, first: Sequence[str] = ()
+) -> tuple[Finder, str, float, str]:
+    """Return what the command found, the line that says so, CPU seconds, and its check.
+
+    Args:     first: checks, the likeliest first.
+    """
+    code, text, seconds = execute(root, FIRST_FAILURE, ",".join(first), *fault.command)
+    begun = re.findall(r"^check: (.*)$", text, re.MULTILINE) or [""]
     if code == AGREES:
-        return "", "passed", seconds
-    if "Traceback (most recent call last)" in text and "ImportError" not in text:
+        return "", "passed", seconds, ""
+    missing = re.search(r"ImportError|ModuleNotFoundError", text)
+    if "Traceback (most recent call last)" in text and not missing:
         lines = [line for line in text.splitlines() if re.match(r"[\w.]+(Error|Exception)\b", line)]
-        return "traced", _shortened(lines[-1] if lines else text.splitlines()[-1]), seconds
+        line = _shortened(lines[-1] if lines else text.splitlines()[-1])
+        return "traced", line, seconds, begun[-1]
     if code == DIFFERS:
         wrong = [line for line in text.splitlines() if re.search(r"\boff by\b|\bdiffer\b", line)]
         telling = min(wrong, key=lambda line: "gradient of" not in line)
-        return "certify", telling.partition(": ")[2], seconds
+        return "certify", telling.partition(": ")[2], seconds, begun[-1]
     if code == -signal.SIGXCPU:
-        return "", f"passed nothing in {MOST_SECONDS} CPU seconds", seconds
+        return "", f"passed nothing in {MOST_SECONDS} CPU seconds", seconds, ""
     if code in (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGFPE):
-        return "crashed", f"exit code {code}: {text.strip().splitlines()[-1]}", seconds
+        line = f"exit code {code}: {text.strip().splitlines()[-1]}"
+        return "crashed", line, seconds, begun[-1]
     raise RunFailed(f"{fault.name}: {shlex.join(fault.command)}: exit code {code}\n{text[-2000:]}")
 
 
@@ -183,25 +173,45 @@ def _shortened(line: str) -> str:
     return line if len(line) <= 160 else f"{line[:60]} ... {line[-90:]}"
 
 
-def execute(root: Path, prefix: str, *args: str) -> tuple[int, str, float]:
-    """Run Python in a copy. Returns:  its exit code, its output, and the CPU seconds it took."""
-    env = dict(os.environ, PYTHONPATH=str(root), JAX_PLATFORMS="cpu", JAX_TRACEBACK_FILTERING="off")
-    env.pop("PYTHONDONTWRITEBYTECODE", None)
-    env["PYTHONPYCACHEPREFIX"] = str(HOME / "modules")
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as out:
-        process = subprocess.Popen(
-            [*shlex.split(prefix), sys.executable, *args],
-            cwd=root,
-            env=env,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            preexec_fn=_limit,
-        )
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        out.seek(0)
-        return process.returncode, out.read(), usage.ru_utime + usage.ru_stime
+#: Packages that no fault changes: runs are forked from a process that has imported them.
+OF_OTHERS = ["jax", "numpy", "optax", "orbax.checkpoint", "flax.struct", "flax.traverse_util"]
 
 
-def _limit() -> None:
+def execute(root: Path, module: str, *args: str) -> tuple[int, str, float]:
+    """Run a module in a copy. Returns:  its exit code, its output, and the CPU seconds it took."""
+    forked = multiprocessing.get_context("forkserver")
+    forked.set_forkserver_preload(OF_OTHERS)
+    with tempfile.NamedTemporaryFile("w+", encoding="utf-8") as out:
+        here, there = forked.Pipe(duplex=False)
+        process = forked.Process(target=_run, args=(there, root, out.name, module, *args))
+        process.start()
+        code, seconds = here.recv()
+        process.join()
+        return code, out.read(), seconds
+
+
+def _run(ended: Connection, root: Path, output: str, module: str, *args: str) -> None:
+    """Run a module as a program in a process, and send its exit code and CPU seconds."""
+    if child := os.fork():
+        _, status, usage = os.wait4(child, 0)
+        ended.send((os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime))
+        return
     resource.setrlimit(resource.RLIMIT_CPU, (MOST_SECONDS, MOST_SECONDS + 10))
+    os.chdir(root)
+    sys.path[0] = str(root)
+    sys.argv, sys.pycache_prefix, sys.dont_write_bytecode = ["", *args], str(MODULES), False
+    here = {"PYTHONPATH": str(root), "PYTHONPYCACHEPREFIX": str(MODULES)}
+    os.environ.update(here, JAX_TRACEBACK_FILTERING="off")
+    with open(output, "a") as out:
+        os.dup2(out.fileno(), 1)
+        os.dup2(out.fileno(), 2)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    os._exit(code)

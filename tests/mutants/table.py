@@ -42,9 +42,8 @@ one at a time: a factor, a sum, a set, an order or an index that is wrong, in on
 `{command}` then ran on CPU devices with the config and mesh that the fault names; where that
 passed, the tests that it names did. Some stand for public reports of other systems; the others are
 our own. Where it says *untested*, the command passed, and the tests have not been run yet.
-These results are of commit ed153e28 and before, where certify compared only losses, gradients and
-weights on meshes.
-The last columns have what was off and by how much, and CPU seconds of all runs.
+*Found by* names a check of the command. The last columns have what was off and by how much, and CPU
+seconds of all runs.
 
 {score}
 
@@ -87,6 +86,7 @@ def _row(fault: Fault, result: Result) -> str:
     seconds = f"{result.seconds:.0f}" if result.seconds else ""
     waits = result.found_by == "" and fault.tests and not result.tested
     found = "untested" if waits else WORDS[result.found_by]
+    found = result.check if result.found_by == "certify" and result.check else found
     cells = fault.name, _link(fault.source), found, _telling(result), seconds
     return f"|{'|'.join(cells)}|\n"
 

@@ -2,6 +2,7 @@
 
 import math
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
@@ -113,13 +114,10 @@ def _attend(
     if function:
         if a.chunk is not None:
             segments = segments * (1 + jnp.max(positions)) + positions // a.chunk
-        mask = AttentionMask(positions, positions, segments, segments, a.window)
+        mask = PlainMask(positions, positions, segments, segments, a.window)
         return function(q * (scale * math.sqrt(a.head_dim)), k, v, mask)
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    back = positions[:, :, None] - positions[:, None, :]
-    seen = (back >= 0) & (segments[:, :, None] == segments[:, None, :])
-    if a.window is not None:
-        seen &= back < a.window
+    seen = _seen(positions, segments, a.window)
     if a.chunk is not None:
         of_chunk = positions // a.chunk
         seen &= of_chunk[:, :, None] == of_chunk[:, None, :]
@@ -132,6 +130,21 @@ def _attend(
         sink = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))
         weights = jax.nn.softmax(jnp.concatenate((scores, sink), axis=-1), axis=-1)[..., :-1]
     return jnp.einsum("bhts,bshk->bthk", weights, v)
+
+
+def _seen(positions, segments, window: int | None) -> jax.Array:
+    """Return which keys each query sees, bool [B, T, T]."""
+    back = positions[:, :, None] - positions[:, None, :]
+    seen = (back >= 0) & (segments[:, :, None] == segments[:, None, :])
+    return seen if window is None else seen & (back < window)
+
+
+@flax.struct.dataclass
+class PlainMask(AttentionMask):
+    """The mask that a user's heads are given, without the code of `kernels/attention`."""
+
+    def dense(self) -> jax.Array:
+        return _seen(self.q_positions, self.q_segments, self.window)
 
 
 # ------------------------------------------------- Frequencies of rotary embeddings in plain Python

@@ -135,6 +135,11 @@ class ExpertBalance(Feature):
             "fullest_expert": jnp.max(share) * E,
             "dropped_rows": jnp.zeros(()),
         }
+        if cfg.metrics.layers != "none":
+            there = [isinstance(one.feed_forward, Experts) for one in cfg.model.layers]
+            of_all = jnp.full(len(there), jnp.nan)
+            places = jnp.array([i for i, has in enumerate(there) if has])
+            found["layer_fullest_expert"] = of_all.at[places].set(jnp.max(share, axis=1) * E)
         for name in LOSSES:
             if getattr(cfg.train, name):
                 alone = {

@@ -108,7 +108,7 @@ class QkClip(Feature):
     def plain(
         self, new: Any, before: Any, state: Any, step: Any, batch: Batch, cfg: Config
     ) -> tuple[Any, Any]:
-        return clipped(new, largest_logits(before, batch, cfg), cfg), state
+        return plainly_clipped(new, largest_logits(before, batch, cfg), cfg), state
 
     def plain_before(self, params: Any, batch: Batch, cfg: Config) -> dict[str, Any]:
         logits = largest_logits(params, batch, cfg)
@@ -180,14 +180,33 @@ def largest_logits(params: Any, batch: Batch, cfg: Config) -> jax.Array:
     return jnp.stack(found)
 
 
-def clipped(params: Any, largest: jax.Array, cfg: Config) -> Any:
-    """Return parameters after QK-clip, given the largest logits of the step."""
-    eta, mixers = factors(largest, cfg.optimizer.qk_clip), _mixers(cfg)
-    names = [layer.name for layer in cfg.model.layers if layer.name in mixers]
-    found = dict(params)
-    for name in dict.fromkeys(names):
-        rows = [i for i, other in enumerate(names) if other == name]
-        found[name] = rescaled(params[name], _rows(eta, rows), mixers[name])
+def plainly_clipped(params: Any, largest: jax.Array, cfg: Config) -> Any:
+    """Return parameters after QK-clip, layer by layer and head by head.
+
+    Args:     largest: logits of the step, [layers, H].
+    """
+    found = {n: dict(w) if isinstance(w, dict) else w for n, w in params.items()}
+    mixers, attending = _mixers(cfg), 0
+    for layer, (stack, i) in zip(cfg.model.layers, cfg.model.places, strict=True):
+        if layer.name not in mixers:
+            continue
+        above, w, m = largest[attending] / cfg.optimizer.qk_clip, found[stack], layer.mixer
+        attending += 1
+        for h in range(len(above)):
+            too_large = jnp.maximum(above[h], 1.0)
+            if isinstance(m, LatentAttention):
+                nope, query = m.qk_nope_head_dim, "wq_b" if m.q_lora_rank else "wq"
+                w[query] = w[query].at[i, :, h, :nope].divide(jnp.sqrt(too_large))
+                w[query] = w[query].at[i, :, h, nope:].divide(too_large)
+                w["wkv_b"] = w["wkv_b"].at[i, :, h, :nope].divide(jnp.sqrt(too_large))
+                continue
+            served = len(above) // w["wk"].shape[2]
+            first = h - h % served
+            of_key = jnp.sqrt(jnp.maximum(jnp.min(above[first : first + served]), 1.0))
+            for name in (n for n in ("wq", "bq") if n in w):
+                w[name] = w[name].at[i, ..., h, :].multiply(of_key / too_large)
+            for name in (n for n in ("wk", "bk") if n in w and h == first):
+                w[name] = w[name].at[i, ..., h // served, :].divide(of_key)
     return found
 
 

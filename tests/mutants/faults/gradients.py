@@ -204,7 +204,7 @@ FAULTS = (
         file=ACCUMULATION,
         old="dict(top=add_gradients(at_top, d_top), layers=(in_layers,))",
         new="dict(top=at_top, layers=(in_layers,))",
-        certify="llama3_8b data=2,num_microbatches=2,layer_loop=unroll",
+        certify="llama3_8b data=2,tensor=2,zero=1,num_microbatches=2,layer_loop=unroll",
     ),
     Fault(
         name="fsdp_mean_in_place_of_the_sum",

@@ -227,4 +227,18 @@ FAULTS = (
         certify="llama_1b_lora_chat data=2,tensor=2",
         tests=("tests/meshes/test_lora.py::test_merged_weights_compute_the_same",),
     ),
+    Fault(
+        name="drafts_are_accepted_by_the_models_chance_alone",
+        file="jaxpar/inference/speculative.py",
+        old="accepted = uniform * of_drafts(proposed) < of_drafts(target[:, :-1])",
+        new="accepted = uniform < of_drafts(target[:, :-1])",
+        certify=TENSOR,
+    ),
+    Fault(
+        name="tokens_after_a_rejected_draft_by_all_chances",
+        file="jaxpar/inference/speculative.py",
+        old="return jnp.where(jnp.sum(rest, axis=-1, keepdims=True) > 0, rest, p)",
+        new="return jnp.where(jnp.sum(rest, axis=-1, keepdims=True) > 1, rest, p)",
+        certify=TENSOR,
+    ),
 )

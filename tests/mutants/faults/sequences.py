@@ -236,4 +236,11 @@ FAULTS = (
         new="out = branch.compute(sent, buffers_of_use(matrices, i), contexts[0], ex)",
         certify=TENSOR,
     ),
+    Fault(
+        name="gathered_keys_begin_one_device_late",
+        file=PERMUTES,
+        old="first = (n - lax.axis_index(axis)) % n * size",
+        new="first = (n - lax.axis_index(axis) - (n > 2)) % n * size",
+        certify="llama3_8b sequence=4,tensor=2",
+    ),
 )
