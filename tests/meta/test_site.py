@@ -33,7 +33,6 @@ def site(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_every_page_is_there_and_found_by_search(site):
     pages = {p.relative_to(ROOT / "docs").with_suffix(".html") for p in docs_pages()}
     pages |= {Path("contributing.html"), Path("changelog.html")}
