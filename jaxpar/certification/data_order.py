@@ -219,7 +219,7 @@ def _resumed(plain: Callable[[], Loader]) -> Iterator[Result]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Pairs:
+class PairedTexts:
     """Documents of which each two are a pair, as a dataset has them."""
 
     tokens: np.ndarray
@@ -233,7 +233,7 @@ def _pairs(cfg: Config) -> Result:
     lengths = rng.integers(2, T // 3, 16)
     ends = np.cumsum(lengths)
     tokens = rng.integers(1, cfg.model.vocab_size, ends[-1])
-    dataset: Any = Pairs(tokens, np.r_[0, ends], rng.random(ends[-1]) < 0.7)
+    dataset: Any = PairedTexts(tokens, np.r_[0, ends], rng.random(ends[-1]) < 0.7)
     scores, rows = rng.random(ends[-1]).astype(np.float32), plan_rows(dataset.document_offsets, T)
     found = pack_rows(dataset, rows, np.arange(len(rows.first) - 1), T, scores)
     wanted: list[list[tuple[Any, ...]]] = [[]]

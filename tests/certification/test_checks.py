@@ -186,8 +186,9 @@ def test_faults_of_data_are_found(monkeypatch):
     of = subject(("sequence=2",))
     with monkeypatch.context() as patched:
         patched.setattr(Loader, "_ordered", lambda self, packed, length: packed)
-        (found,) = wrong(data_order.data_order, of)
+        found, of_processes = wrong(data_order.data_order, of)
         assert found.startswith("sequence=2: batches of tokens of batch 0")
+        assert of_processes.startswith("sequence=2: rows of processes")
     with monkeypatch.context() as patched:
         real = packing.document_begins
         late = lambda *args: np.roll(real(*args), 1, axis=1)  # noqa: E731
@@ -322,25 +323,19 @@ def test_rounding_that_truncates_is_found(monkeypatch):
     assert any("mean ratio of nu in bfloat16" in one for one in found)
 
 
-def test_sums_of_equal_rows_in_bfloat16_are_found(monkeypatch):
+def test_sums_in_few_digits_are_found(monkeypatch):
     of = subject()
-    found = [*rounding._accumulated(of, replace(of.small, **{"compute.dtype": "bfloat16"}))]
-    assert [result.passed for result in found] == [True] and not found[0].not_run
+    monkeypatch.setattr(rounding, "OF_DIGITS", rounding.OF_DIGITS[:1])
+    (found,) = rounding._few_digits(of, replace(of.small, **{"compute.dtype": "bfloat16"}))
+    assert found.passed and not found.not_run
 
     def rounded(total, part):
         part = part if isinstance(part, jax.Array) else part.gradients[0]
         return (total.astype(jnp.bfloat16) + part.astype(jnp.bfloat16)).astype(jnp.float32)
 
     monkeypatch.setattr(staged_model.add_gradients, "__defaults__", (rounded,))
-    found = [*rounding._accumulated(of, replace(of.small, **{"compute.dtype": "bfloat16"}))]
-    assert not found[0].passed
-
-
-def test_few_digits_of_sums_are_found():
-    draws = np.random.default_rng(0).standard_normal((2, 1000)).astype(np.float32)
-    short = np.asarray(jnp.asarray(draws).astype(jnp.bfloat16).astype(jnp.float32))
-    assert rounding._few_digits("", {"w": short.sum(axis=0)}).passed
-    assert not rounding._few_digits("", {"w": short[0]}).passed
+    (found,) = rounding._few_digits(of, replace(of.small, **{"compute.dtype": "bfloat16"}))
+    assert not found.passed
 
 
 # ----------------------------------------------------------------------------------- evaluations
@@ -360,7 +355,7 @@ def test_evaluations(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", [0, 2])
+@pytest.mark.parametrize("overlap", [2])
 def test_outer_steps(overlap, monkeypatch):
     diloco = DilocoConfig(every=6, fragments=2, overlap=overlap)
     of = subject()
@@ -426,22 +421,17 @@ def test_what_is_not_compared_is_listed(monkeypatch):
 
 
 def test_default_meshes_take_every_way_to_execute_a_dense_model():
-    """What `execution_of` decides on a CPU is decided both ways by some of the meshes."""
+    """What `execution_of` decides is decided both ways by meshes that accumulate gradients."""
     cfg = small_config.float32(load_config("llama3_8b"))
     meshes, _ = default_meshes(cfg, MOST_DEVICES)
     cfg = small_config.shrink(cfg, list(meshes.values()))
     configs, _ = resolve_meshes(cfg, meshes, MOST_DEVICES, given=False)
     taken = [execution_of(one, Platform("cpu")) for one in configs.values()]
     names = ("gathers_per_layer", "scatters_per_layer", "stage_wide_collectives", "layers_per_vjp")
-    for accumulates in (False, True):
-        some = [
-            ex
-            for ex in taken
-            if ex.cfg.parallel.pipeline == 1
-            and (ex.cfg.parallel.num_microbatches > 1) == accumulates
-        ]
-        for name in names if accumulates else names[:3]:
-            assert {bool(getattr(ex, name)) for ex in some} == {False, True}, (name, accumulates)
+    accumulates = lambda p: p.pipeline == 1 and p.num_microbatches > 1  # noqa: E731
+    some = [ex for ex in taken if accumulates(ex.cfg.parallel)]
+    for name in names:
+        assert {bool(getattr(ex, name)) for ex in some} == {False, True}, name
 
 
 def test_the_mask_of_the_plain_model_is_that_of_the_kernels():
