@@ -447,7 +447,7 @@ def check_vocabulary(cfg: Config, dataset: TokenDataset) -> None:
     if needed > cfg.model.vocab_size:
         rule = f"must cover the {needed} tokens of the dataset {dataset.name}"
         if dataset.meta is None:
-            rule = f"must be above token id {needed - 1}, which is in {dataset.file}"
+            rule = f"must be above token id {needed - 1}, which is in {dataset.files[0]}"
         fix = f"use --model.vocab-size {-(-needed // 128) * 128}"
         raise ConfigError("model.vocab_size", cfg.model.vocab_size, rule, fix)
 

@@ -127,7 +127,7 @@ def test_parts_are_fetched_once_also_by_other_processes(made, monkeypatch, s3):
 @pytest.mark.waits
 def test_what_fits_is_fetched_in_the_background(made, s3):
     source = open_sources(made, "train")[0].dataset
-    stored = source.tokens.stored
+    stored = source.tokens.arrays[0].stored
     done = threading.Event()
     for _ in range(500):
         if all(stored._cache.has(stored._key, n) for n in range(stored.num_parts)):
@@ -142,7 +142,7 @@ def test_what_fits_is_fetched_in_the_background(made, s3):
 def test_the_cache_stays_below_its_size(made, monkeypatch, here):
     without_filling(monkeypatch)
     some = loader(made)
-    stored = some.sources[0].dataset.tokens.stored
+    stored = some.sources[0].dataset.tokens.arrays[0].stored
     stored._cache.limit = limit = 16 * 528
     for step in range(12):
         some.batch(step)
@@ -211,7 +211,7 @@ def test_passing_errors_are_retried(made, s3, here):
 
 def test_a_cache_without_space_is_no_error(made, monkeypatch, capsys, here):
     some = loader(made)
-    stored = some.sources[0].dataset.tokens.stored
+    stored = some.sources[0].dataset.tokens.arrays[0].stored
     stored._cache.folder = Path("/proc/1/none")  # nothing can be made there
     assert_same_batches(some, loader(config(here)), range(2))
     assert capsys.readouterr().err.count("cannot be written") == 1
