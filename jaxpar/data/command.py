@@ -1,6 +1,8 @@
 """The work of `python -m jaxpar.data`."""
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +79,7 @@ def run(options: Options) -> str:
     if isinstance(options, InspectOptions):
         with stage(f"reading {options.path}"):
             return inspect_tokens(options)
-    signal.signal(signal.SIGTERM, _stopped)
-    with console_progress() as progress:
+    with _ended_by_sigterm(), console_progress() as progress:
         if isinstance(options, ConvertOptions):
             return convert(options, progress)
         if isinstance(options, ReframeOptions):
@@ -88,9 +89,18 @@ def run(options: Options) -> str:
         return _summary(options, prepare_records(options, progress))
 
 
-def _stopped(number: int, _: Any) -> None:
-    """End the command by SIGTERM as by Ctrl-C, so that it deletes what it has begun."""
-    raise SystemExit(128 + number)
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """End the block by SIGTERM as by Ctrl-C, so that it deletes what it has begun."""
+
+    def end(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _summary(

@@ -45,6 +45,8 @@ from jaxpar.stores.objects import Missing, Objects, Stamp
 class StoredArray(WindowedArray):
     """Integers [N] of an object. A slice is an array, and is read through the cache."""
 
+    waits = True
+
     def __init__(self, stored: CachedObject, dtype: np.dtype):
         self.stored, self.dtype = stored, dtype
         self._length = stored.size // dtype.itemsize

@@ -134,6 +134,8 @@ def test_tasks_in_any_order_and_again(made, files, tmp_path):
     for number in (6, 2, 0, 5, 1, 4):
         assert run(out, files, parts=7, part=number) is None
         assert not out.exists()
+    with pytest.raises(ConfigError, match=r"is not complete: its parts are in .*out\.partial"):
+        TokenDataset.open(out)
     assert run(out, files, parts=7, part=2) is None  # is complete
     assert run(out, files, parts=7, part=3) == read_meta(out)
     assert run(out, files, parts=7, part=3) == read_meta(out)

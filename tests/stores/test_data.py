@@ -112,6 +112,21 @@ def test_batches_and_fingerprint_are_those_of_the_folder(made, tmp_path, data, h
     assert (tmp_path / tokenizer_folder(made) / META_FILE).is_file()
 
 
+def test_a_part_of_a_dataset_is_an_object(text, here, data, tmp_path):
+    """Batches are those of one file, also those that cross the end of an object."""
+    lines = text.read_text().splitlines(keepends=True)
+    for number in range(3):
+        (tmp_path / f"{number}.jsonl").write_text("".join(lines[30 * number : 30 * number + 30]))
+    inputs = tuple(str(tmp_path / f"{number}.jsonl") for number in range(3))
+    prepare(PrepareOptions(input=inputs, output=str(data), holdout=0.2, parts=3))
+    objects = {found.name for found in objects_at(data).names()}
+    assert {f"part-{number:05}/train.bin" for number in range(3)} < objects
+    assert fingerprint(config(data)) == fingerprint(config(here))
+    for split in ("train", "val"):
+        assert_same_batches(loader(config(data), split), loader(config(here), split), range(9))
+    assert not list((tmp_path / tokenizer_folder(config(data))).rglob("counts.npy"))
+
+
 def test_parts_are_fetched_once_also_by_other_processes(made, monkeypatch, s3):
     without_filling(monkeypatch)
     first = loader(made)

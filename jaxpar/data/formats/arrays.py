@@ -2,16 +2,22 @@
 
 import abc
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+
+#: Arrays of other hosts that are read at once.
+READS_AT_ONCE = 16
 
 
 class WindowedArray(abc.ABC):
     """Integers [N] that are not in memory. A slice is an array, and is read as one stretch."""
 
     dtype: np.dtype
+    #: Whether reading waits for another host, so that several arrays are read at once.
+    waits = False
     _length: int
 
     @abc.abstractmethod
@@ -83,10 +89,19 @@ class Joined(WindowedArray):
         if not found.size:
             return found
         first, last = (self._array_of(starts + more) for more in (0, length - 1))
-        for number in np.unique(first[first == last]):
+
+        def read(number: int) -> None:
             rows = np.flatnonzero((first == number) & (last == number))
-            array = self.arrays[number]
-            found[rows] = array.windows(starts[rows] - self._before(number), length)
+            local = starts[rows] - self._before(number)
+            found[rows] = self.arrays[number].windows(local, length)
+
+        numbers = np.unique(first[first == last]).tolist()
+        if self.arrays[0].waits and len(numbers) > 1:
+            with ThreadPoolExecutor(min(len(numbers), READS_AT_ONCE)) as pool:
+                list(pool.map(read, numbers))
+        else:
+            for number in numbers:
+                read(number)
         for row in np.flatnonzero(first != last):
             start, at = int(starts[row]), 0
             for number in range(first[row], last[row] + 1):

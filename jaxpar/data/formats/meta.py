@@ -279,6 +279,9 @@ def read_meta(folder: str | Path) -> Meta:
     if not path.is_file():
         rule = "is not a dataset folder" if Path(folder).exists() else "does not exist"
         fix = f"create it with `{PREPARE} {folder}`, or set data.path to another dataset"
+        if Path(f"{folder}.partial").is_dir():
+            rule = f"is not complete: its parts are in {folder}.partial"
+            fix = "run the command that prepares it again, or its missing tasks"
         raise ConfigError("data.path", str(folder), f"{rule} (no {META_FILE})", fix)
     try:
         values = read_json_object(path, what="it", max_bytes=MAX_META_BYTES)

@@ -129,6 +129,11 @@ class Source(Protocol):
 
     options: Any
 
+    @property
+    def whole(self) -> bool:
+        """Whether there can be one part only."""
+        ...
+
     def files(self, log: Callable[[str], None]) -> list[InputFile]:
         """Return the files of the input. Raises:   ConfigError."""
         ...
@@ -280,7 +285,7 @@ def prepare_parts(source: Source, progress: PreparationProgress) -> Meta | None:
     shares = shares_of(options.holdout, options.split)
     files = source.files(log)
     total = sum(file.num_bytes for file in files)
-    count = options.parts or max(-(-total // PART_BYTES), 1)
+    count = options.parts or (1 if source.whole else max(-(-total // PART_BYTES), 1))
     if options.part is not None and options.part >= count:
         rule = f"must be below the number of parts, {count:,}"
         raise ConfigError("--part", options.part, rule, f"use --parts {options.part + 1}")
@@ -308,12 +313,16 @@ def prepare_parts(source: Source, progress: PreparationProgress) -> Meta | None:
         asked = [t for t in tasks if options.part in (None, t.number) and not t.is_complete]
         of_all = f", {len(asked):,} of {count:,} parts" if count > 1 else ""
         num_bytes = sum(task.num_bytes for task in asked)
-        log(f"encoding {size(num_bytes)} of input{of_all} in {options.workers:,} processes")
+        log(f"encoding {size(num_bytes)} of input{of_all}")
         engine = ray_engine if options.engine == "ray" else write_parts
         engine(asked, options.workers, PartsProgress(asked, progress))
-        if not all(task.is_complete for task in tasks):
+        if all(task.is_complete for task in tasks):
+            return _finish(source, work, tokenizer, tasks, log)
+        if options.part is not None:
             return None
-        return _finish(source, work, tokenizer, tasks, log)
+        rule = "lacks parts that were written: not all hosts share its folder"
+        raise ConfigError("--output", options.output, rule, "use a folder that they share")
+    return read_meta(target)  # another process has completed it meanwhile
 
 
 def ray_engine(tasks: Sequence[Task], workers: int, progress: PartsProgress) -> None:
@@ -400,10 +409,9 @@ def _work_folder(options: PreparedOptions, about: dict[str, Any]) -> Iterator[Pa
             if (work / META_FILE).is_file():
                 check_target(target, options.overwrite)  # another process may have written it
                 replace_folder(target, work)
-        except FileNotFoundError:
-            if not _plan_of(target, about):  # another process has completed it
-                raise
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, FileNotFoundError) and _plan_of(target, about):
+                return
             kept = options.part is not None or (about["parts"] > 1 and any(work.glob("part-*")))
             if not kept:
                 shutil.rmtree(work, ignore_errors=True)

@@ -108,6 +108,7 @@ class RecordSource:
     """Conversations or pairs that are prepared, as a `parts.Source`."""
 
     options: PrepareChatOptions | PreparePairsOptions
+    whole = False
 
     @property
     def fix(self) -> str:

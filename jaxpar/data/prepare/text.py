@@ -53,6 +53,11 @@ class TextSource:
     fix = r"split the text into more documents (--separator '\n\n')"
     more: ClassVar[dict[str, Any]] = {}
 
+    @property
+    def whole(self) -> bool:
+        """Whether there can be one part only."""
+        return self.options.stream
+
     def files(self, log: Callable[[str], None]) -> list[InputFile]:
         """Return the files of the input."""
         wanted = Wanted(self.options.extension, (self.options.text_field,))
