@@ -293,17 +293,17 @@ def prepare_parts(source: Source, progress: PreparationProgress) -> Meta | None:
     tokenizer = None if trained else source.tokenizer(files, log)
     about = _about(options, count, files, tokenizer)
     target = Path(options.output).expanduser().resolve()
-    if options.part is not None and _plan_of(target, about):
+    if options.part is not None and plan_of(target, about):
         log(f"{options.output} is complete")
         return read_meta(target)
     with _work_folder(options, about) as work:
-        plan = _plan_of(work, about)
+        plan = plan_of(work, about)
         if plan is None:
             tokenizer = tokenizer or source.tokenizer(files, log)
             text = tokenizer.json_text if isinstance(tokenizer, JsonTokenizer) and trained else ""
             made = Plan(about=about, borders=source.borders(files), trained=text)
             atomic.create(work / PLAN_FILE, declared.to_json(made).encode())
-            plan = _plan_of(work, about) or made  # of several processes, the first one decides
+            plan = plan_of(work, about) or made  # of several processes, the first one decides
         if trained:
             tokenizer = JsonTokenizer(plan.trained, EOS_TOKEN)
         assert tokenizer is not None
@@ -345,7 +345,7 @@ def _about(
     return known
 
 
-def _plan_of(folder: Path, about: dict[str, Any] | None = None) -> Plan | None:
+def plan_of(folder: Path, about: dict[str, Any] | None = None) -> Plan | None:
     """Return the plan of a folder; None if there is none, or none of `about`.
 
     Raises:   ConfigError if it is damaged.
@@ -410,7 +410,7 @@ def _work_folder(options: PreparedOptions, about: dict[str, Any]) -> Iterator[Pa
                 check_target(target, options.overwrite)  # another process may have written it
                 replace_folder(target, work)
         except BaseException as error:
-            if isinstance(error, FileNotFoundError) and _plan_of(target, about):
+            if isinstance(error, FileNotFoundError) and plan_of(target, about):
                 return
             kept = options.part is not None or (about["parts"] > 1 and any(work.glob("part-*")))
             if not kept:
@@ -431,7 +431,7 @@ def _only_writer(work: Path, output: str) -> Iterator[None]:
 
 def _check_parts(work: Path, options: PreparedOptions, about: dict[str, Any]) -> None:
     """Delete what is left of another plan. Raises:   ConfigError for its complete parts."""
-    plan = _plan_of(work)
+    plan = plan_of(work)
     if plan is None or plan.about == about:
         return
     if options.part is not None or (any(work.glob("part-*")) and not options.overwrite):
@@ -459,7 +459,7 @@ def _finish(
     """
     options, rows = source.options, RowCounts()
     shares, given = shares_of(options.holdout, options.split), " ".join(options.input)
-    found = [declared.read(PartJson, task.folder / PART_FILE) for task in tasks]
+    found = [read_part(task.folder, shares.splits) for task in tasks]
     for part in found:
         rows.num_good += part.num_good
         rows.num_bad += part.num_bad
@@ -500,6 +500,18 @@ def _finish(
         first_bad_row=rows.first_bad,
         **source.more,
     )
+
+
+def read_part(folder: Path, splits: Sequence[str]) -> PartJson:
+    """Read what a complete part is. Raises:   ConfigError if it is damaged; FileNotFoundError."""
+    try:
+        found = declared.read(PartJson, folder / PART_FILE)
+        if set(found.splits) != set(splits):
+            raise ValueError(f"its splits are {', '.join(found.splits)}")
+    except ValueError as error:
+        rule, fix = f"has a damaged {PART_FILE} ({error})", "delete it, and run the command again"
+        raise ConfigError("--output", str(folder), rule, fix) from error
+    return found
 
 
 def _lift(work: Path, folder: Path) -> None:
