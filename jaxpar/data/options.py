@@ -32,7 +32,7 @@ class _OutputOptions:
     workers: Annotated[int, Range(1, 4096, os.cpu_count() or 1)] = os.cpu_count() or 1
     """Number of processes that encode."""
     parts: Annotated[int, Range(0, 99_999, 64)] = 0
-    """Number of parts to write. Files of the input are not cut. 0: one for each 8 GiB of input."""
+    """Number of parts to write. 0: one for each 8 GiB of input."""
     part: Annotated[int | None, Range(0, 99_998, 0)] = None
     """Write only this part, from 0, as one task of an array of jobs with --parts, which share the
     output's folder. The last task to finish completes the dataset. None: all that are missing."""

@@ -1,5 +1,6 @@
 """Datasets of parts: the same tokens, documents, identity and batches for any number of them."""
 
+import gzip
 import itertools
 import json
 import shutil
@@ -95,6 +96,29 @@ def test_batches_do_not_depend_on_the_parts(split, made):
     first = batches(made[1])
     for count in SEVERAL:
         jax.tree.map(np.testing.assert_array_equal, first, batches(made[count]))
+
+
+@pytest.mark.parametrize("kind", ["lines", "array", "indented", "gz"])
+def test_one_file_is_cut_at_its_lines(kind, tmp_path):
+    """Blank lines, a mark at the start, bad rows and long ones are those of the whole file."""
+    texts = [f"line {i} " + "long " * (i * i % 300) for i in range(60)]
+    lines = [json.dumps({"text": text}) for text in texts]
+    lines[7], lines[20], lines[33] = "{", "", " \t"
+    content = "\ufeff" + "\r\n".join(lines)
+    if kind in ("array", "indented"):
+        indent = 1 if kind == "indented" else None
+        content = json.dumps([{"text": text} for text in texts], indent=indent)
+    path = tmp_path / ("a.jsonl.gz" if kind == "gz" else "a.jsonl")
+    path.write_bytes(gzip.compress(content.encode()) if kind == "gz" else content.encode())
+    for count in (1, 2, 9, 90):
+        made = run(tmp_path / f"{count}", path, parts=count, on_bad_row="skip", workers=1)
+        assert_same(tmp_path / "1", tmp_path / f"{count}")
+        assert made.bad_rows == (kind in ("lines", "gz"))
+        full = sum(bool(part.num_tokens) for part in made.splits["train"].parts)
+        assert full == 1 if kind != "lines" else full >= min(count, 20)
+    if kind == "lines":
+        with pytest.raises(ConfigError, match=r"a\.jsonl, byte [\d,]+: is not valid JSON"):
+            run(tmp_path / "bad", path, parts=90, workers=1)
 
 
 def chat(number: int) -> dict:

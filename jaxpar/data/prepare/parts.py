@@ -13,7 +13,6 @@ same for any number of parts and processes. Until the dataset is complete, it is
 Whoever completes the last part writes the manifest.
 """
 
-import bisect
 import contextlib
 import dataclasses
 import hashlib
@@ -364,15 +363,26 @@ def plan_of(folder: Path, about: dict[str, Any] | None = None) -> Plan | None:
 def _tasks(
     source: Source, work: Path, plan: Plan, tokenizer: Tokenizer, files: Sequence[InputFile]
 ) -> list[Task]:
-    """Cut the files into parts: each is in the part that its first byte is in."""
+    """Cut the files into parts of about equal bytes.
+
+    A file of JSON Lines is cut at lines; another one is in the part that its first byte is in.
+    """
     total, count = max(sum(file.num_bytes for file in files), 1), plan.about["parts"]
-    before = itertools.accumulate((file.num_bytes for file in files), initial=0)
-    owners = [start * count // total for start, _ in zip(before, files, strict=False)]
-    owners = [min(owner, count - 1) for owner in owners]  # of empty files at the end
-    edges = [bisect.bisect_left(owners, number) for number in range(count + 1)]
+    borders = [-(-total * number // count) for number in range(count + 1)]
+    owned: list[list[InputFile]] = [[] for _ in range(count)]
+    end = 0
+    for file in files:
+        start, end = end, end + file.num_bytes
+        first, last = (min(at * count // total, count - 1) for at in (start, max(end - 1, start)))
+        if first == last or not file.can_be_cut:
+            owned[first].append(file)
+            continue
+        cuts = [start, *borders[first + 1 : last + 1], end]
+        for number, (begin, stop) in enumerate(itertools.pairwise(cuts), first):
+            owned[number].append(file.part(begin - start, stop - start))
     return [
-        Task(source, work, number, files[first:end], plan.borders, tokenizer)
-        for number, (first, end) in enumerate(itertools.pairwise(edges))
+        Task(source, work, number, some, plan.borders, tokenizer)
+        for number, some in enumerate(owned)
     ]
 
 

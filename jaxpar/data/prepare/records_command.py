@@ -48,14 +48,14 @@ def read_records[Value](
     before = 0
     for source in sources:
         with reading(source.path), source.path.open("rb") as file:
-            for text, record in json_records(file, source.path, rows):
+            for text, record in json_records(file, source.path, rows, source.span):
                 try:
                     value = parse(record, text.where)
                 except BadRow as error:
                     rows.bad(error)
                     continue
                 rows.num_good += 1
-                yield value, before + file.tell()
+                yield value, before + file.tell() - (source.span.start if source.span else 0)
         before += source.num_bytes
 
 
