@@ -44,7 +44,12 @@ class Process:
             command,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            # One thread for NumPy's products: there are as many processes as cores.
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(paths),
+                "OPENBLAS_NUM_THREADS": "1",
+            },
         )
         theirs.close()
         self._ours.send((function, says))

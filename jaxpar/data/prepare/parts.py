@@ -129,7 +129,7 @@ class Source(Protocol):
     options: Any
 
     @property
-    def whole(self) -> bool:
+    def in_one_part(self) -> bool:
         """Whether there can be one part only."""
         ...
 
@@ -284,7 +284,7 @@ def prepare_parts(source: Source, progress: PreparationProgress) -> Meta | None:
     shares = shares_of(options.holdout, options.split)
     files = source.files(log)
     total = sum(file.num_bytes for file in files)
-    count = options.parts or (1 if source.whole else max(-(-total // PART_BYTES), 1))
+    count = options.parts or (1 if source.in_one_part else max(-(-total // PART_BYTES), 1))
     if options.part is not None and options.part >= count:
         rule = f"must be below the number of parts, {count:,}"
         raise ConfigError("--part", options.part, rule, f"use --parts {options.part + 1}")

@@ -108,7 +108,7 @@ class RecordSource:
     """Conversations or pairs that are prepared, as a `parts.Source`."""
 
     options: PrepareChatOptions | PreparePairsOptions
-    whole = False
+    in_one_part = False
 
     @property
     def fix(self) -> str:

@@ -54,7 +54,7 @@ class TextSource:
     more: ClassVar[dict[str, Any]] = {}
 
     @property
-    def whole(self) -> bool:
+    def in_one_part(self) -> bool:
         """Whether there can be one part only."""
         return self.options.stream
 
