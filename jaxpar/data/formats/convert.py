@@ -200,8 +200,9 @@ def _prepared(dataset: TokenDataset) -> Meta:
 
 def _counts(dataset: TokenDataset, vocab_size: int) -> np.ndarray:
     """Return how often each token is in a split: int64 [vocab_size]."""
-    if dataset.split == TRAIN:
-        return np.load(dataset.path / COUNTS_FILE, allow_pickle=False)
+    path = dataset.path / COUNTS_FILE
+    if dataset.split == TRAIN and path.is_file():
+        return np.load(path, allow_pickle=False)
     return sum(np.bincount(chunk, minlength=vocab_size) for chunk in _checked_chunks(dataset))
 
 
