@@ -180,7 +180,7 @@ def _write_manifest(options: ConvertOptions, inputs: Sequence[TokenDataset]) -> 
         write_meta(
             folder,
             known,
-            sum(_counts(dataset, first.vocab_size) for dataset in inputs),
+            np.sum([_counts(dataset, first.vocab_size) for dataset in inputs], axis=0),
             splits,
             inputs=(*options.input, *options.held_out),
             holdout=0.0,
@@ -203,7 +203,10 @@ def _counts(dataset: TokenDataset, vocab_size: int) -> np.ndarray:
     path = dataset.path / COUNTS_FILE
     if dataset.split == TRAIN and path.is_file():
         return np.load(path, allow_pickle=False)
-    return sum(np.bincount(chunk, minlength=vocab_size) for chunk in _checked_chunks(dataset))
+    counts = np.zeros(vocab_size, np.int64)
+    for chunk in _checked_chunks(dataset):
+        counts += np.bincount(chunk, minlength=vocab_size)
+    return counts
 
 
 def _copy(

@@ -191,7 +191,7 @@ class Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     format: Literal["jaxpar-tokens"]
     """Distinguishes this file from other meta.json files."""
-    dtype: Literal["uint16", "uint32"]
+    dtype: Annotated[str, Bounds(pattern="^uint(16|32)$")]
     """NumPy name of the stored integers; always little-endian."""
     vocab_size: Annotated[int, Bounds(ge=1, le=MAX_VOCAB_SIZE)]
     """One more than the largest token id."""
@@ -199,7 +199,7 @@ class Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Token that ends every document."""
     eos_token: str
     """Its text."""
-    tokenizer: Literal["bytes", "json", "none"]
+    tokenizer: Annotated[str, Bounds(pattern=f"^({BYTES}|{JSON}|{NO_TOKENIZER})$")]
     """Kind of tokenizer: "bytes", "json" for the folder's tokenizer.json, or "none"."""
     tokenizer_fingerprint: PerhapsSha256
     """sha256 of the tokenizer."""
@@ -209,7 +209,7 @@ class Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The inputs, as given to the command."""
     holdout: Share
     """Share of held-out documents, as given to the command."""
-    splits: dict[Literal["train", "val", "test"], SplitMeta]
+    splits: dict[str, SplitMeta]
     """The folder's splits by name."""
     test: Share = 0.0
     """Share of documents in the test split."""
@@ -232,7 +232,7 @@ class Meta(Struct, frozen=True, kw_only=True, omit_defaults=True):
             "tokenizer_fingerprint": (self.tokenizer_fingerprint == "")
             != (self.tokenizer == NO_TOKENIZER),
             "unigram_entropy": self.unigram_entropy > most,
-            "splits": not {TRAIN, VAL} <= set(self.splits),
+            "splits": not {TRAIN, VAL} <= set(self.splits) <= set(SPLITS),
             "test": self.test > 0 and TEST not in self.splits,
         }
         for name in wrong:

@@ -185,10 +185,10 @@ class TokenDataset:
     def _check_stream(self, file: str, found: "StreamHash | np.ndarray", recorded: str) -> None:
         if not recorded:  # of version 1
             return
+        stream = StreamHash() if isinstance(found, np.ndarray) else found
         if isinstance(found, np.ndarray):
-            found, values = StreamHash(), found
-            found.update(values)
-        self.check_hash(file, found.hex(), recorded, "the hash of a stream")
+            stream.update(found)
+        self.check_hash(file, stream.hex(), recorded, "the hash of a stream")
 
     def begins_with(self, ids: Sequence[int]) -> bool:
         """Return whether documents start with these ids, from the first few documents."""

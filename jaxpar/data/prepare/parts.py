@@ -126,7 +126,10 @@ class Written(NamedTuple):
 class Source(Protocol):
     """What a command prepares. It is sent to the processes that write parts."""
 
-    options: Any
+    @property
+    def options(self) -> Any:
+        """The options of the command."""
+        ...
 
     @property
     def in_one_part(self) -> bool:

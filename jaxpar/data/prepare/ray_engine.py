@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from jaxpar.config import ConfigError
 from jaxpar.data.prepare.parts import PartsProgress, Task, write_part
@@ -32,18 +32,11 @@ def write_parts(tasks: Sequence[Task], workers: int, progress: PartsProgress) ->
         ray.init(log_to_driver=False)  # the cluster of RAY_ADDRESS, or one of this host
     try:
         reports = ray.remote(num_cpus=0)(Reports).remote()
-        tokenizers: dict[int, Any] = {}
-
-        def begin(task: Task) -> Any:
-            key = id(task.tokenizer)
-            if key not in tokenizers:
-                tokenizers[key] = ray.put(task.tokenizer)
-            bare = dataclasses.replace(task, tokenizer=None)
-            return remote.remote(bare, tokenizers[key], reports)
-
-        remote = ray.remote(num_cpus=1, max_retries=RETRIES)(_write)
-        by_call = {begin(task): task for task in tasks}
-        known, waiting = {task.number: task for task in tasks}, list(by_call)
+        write, none = ray.remote(num_cpus=1, max_retries=RETRIES)(_write), cast(Any, None)
+        known = {task.number: task for task in tasks}
+        tokenizer = ray.put(tasks[0].tokenizer) if tasks else None  # all have the same
+        bare = [dataclasses.replace(task, tokenizer=none) for task in tasks]
+        waiting = [write.remote(task, tokenizer, reports) for task in bare]
         while waiting:
             done, waiting = ray.wait(waiting, num_returns=1, timeout=LOOK_SECONDS)
             for number, said in ray.get(reports.latest.remote()).items():
