@@ -1,11 +1,13 @@
 """A real corpus in many parts, by processes that are stopped: every time the same dataset."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 
 from jaxpar.data.formats.meta import read_meta
 from jaxpar.data.options import PrepareOptions
+from jaxpar.data.prepare.progress import PreparationProgress
 from jaxpar.data.prepare.text import prepare
 from jaxpar.data.tokenizer import train_bpe
 from jaxpar.runtime import exit_codes
@@ -108,34 +111,36 @@ def test_an_array_of_jobs_that_is_interrupted(code, one, seven, tmp_path):
     assert again.process.wait(60) == 0
 
 
-def test_four_workers_of_ray_of_which_one_is_killed(code, one, seven, tmp_path):
+def processes_of_parts(session: str) -> list[int]:
+    """The processes of a Ray session that write a part."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (folder / "cmdline").read_bytes().startswith(b"ray::_write"):
+                opened = [os.readlink(file) for file in (folder / "fd").iterdir()]
+                found += [int(folder.name)] * any(path.startswith(session) for path in opened)
+    return found
+
+
+def test_four_workers_of_ray_of_which_one_is_killed(code, one, seven, tmp_path, monkeypatch):
     ray = pytest.importorskip("ray")
-    killed = []
+    killed = list[int]()
 
-    class Progress:
-        """Kills the process of a part as soon as one is written."""
-
-        def log(self, line: str) -> None:
-            pass
+    class Progress(PreparationProgress):
+        """Kills a process as soon as it writes a part."""
 
         def advance(self, position: int, total: int, num_tokens: int) -> None:
-            begun = sorted((tmp_path / "out.partial").glob(".part-*"))
-            busy = [a.worker_pid for a in list_tasks() if a.state == "RUNNING"]
-            if begun and busy and not killed:
-                killed.append(busy[0])
+            if not killed and (busy := processes_of_parts(session)):
                 os.kill(busy[0], signal.SIGKILL)
+                killed.append(busy[0])
 
-    def list_tasks():
-        from ray.util import state
-
-        found = state.list_tasks(detail=True, filters=[("name", "=", "_write")])
-        return [one for one in found if one.worker_pid]
-
-    ray.init(num_cpus=4, log_to_driver=False, include_dashboard=True)
-    try:
-        prepare(options(code, tmp_path / "out", parts=7, engine="ray"), Progress())
-    finally:
-        ray.shutdown()
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with tempfile.TemporaryDirectory(dir="/tmp") as session:  # a path of a socket is short
+        ray.init(num_cpus=4, log_to_driver=False, include_dashboard=False, _temp_dir=session)
+        try:
+            prepare(options(code, tmp_path / "out", parts=7, engine="ray"), Progress())
+        finally:
+            ray.shutdown()
     assert killed
     assert (tmp_path / "out" / "meta.json").read_text() == (seven / "meta.json").read_text()
     assert_same(one, tmp_path / "out")
