@@ -170,7 +170,7 @@ def test_tasks_in_any_order_and_again(made, files, tmp_path):
 def test_an_interrupted_command_goes_on(made, files, tmp_path, monkeypatch):
     """Complete parts are kept, what was being written is not, nor what a killed process left."""
     out, work, written = tmp_path / "out", tmp_path / "out.partial", []
-    write = text.TextSource.write
+    write = text.TextCorpus.write
 
     def interrupted(self, task, folder, report):
         written.append(task.number)
@@ -179,7 +179,7 @@ def test_an_interrupted_command_goes_on(made, files, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return write(self, task, folder, report)
 
-    monkeypatch.setattr(text.TextSource, "write", interrupted)
+    monkeypatch.setattr(text.TextCorpus, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(out, files, parts=7, workers=1)
     assert sorted(p.name for p in work.glob("*part*")) == [f"part-0000{n}" for n in range(3)]

@@ -122,7 +122,7 @@ META = Meta(
     holdout=0.5,
     splits={name: SplitMeta(parts=(PART_META,)) for name in ("train", "val")},
 )
-PLAN = parts.Plan(about={"parts": 2, "input": "0"}, borders=Borders(1, 2), trained="")
+PLAN = parts.PartsPlan(about={"parts": 2, "input": "0"}, borders=Borders(1, 2), trained="")
 PART = parts.PartJson(
     splits={name: PART_META for name in ("train", "val")},
     num_good=1,

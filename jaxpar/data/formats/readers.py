@@ -22,7 +22,7 @@ from jaxpar.data.formats.compressed import (
     decompressed,
     input_error,
 )
-from jaxpar.data.formats.json_file import Span, json_records, json_text
+from jaxpar.data.formats.json_file import LineSpan, json_records, json_text
 
 #: Maximum characters passed to a tokenizer at once. Limits the memory, not the documents.
 PIECE_CHARS = 1 << 20
@@ -72,7 +72,7 @@ class ReadOptions:
     """Whether most bytes of a tar file may be members that are not read."""
     rows: RowCounts = field(default_factory=RowCounts)
     """Counts the bad rows, or raises them."""
-    span: Span | None = None
+    span: LineSpan | None = None
     """The lines of a JSON file to read. None: all."""
 
 

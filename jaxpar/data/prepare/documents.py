@@ -13,7 +13,7 @@ from typing import BinaryIO, NamedTuple
 from jaxpar.config import ConfigError
 from jaxpar.data.formats import columns, readers
 from jaxpar.data.formats.compressed import COMPRESSIONS, Kinds, compression, decompressed, reading
-from jaxpar.data.formats.json_file import Span, has_lines, only_object
+from jaxpar.data.formats.json_file import LineSpan, has_lines, only_object
 from jaxpar.data.formats.readers import Piece, ReadOptions
 from jaxpar.data.formats.tar_file import read_tar
 from jaxpar.runtime.units import size
@@ -135,12 +135,12 @@ class InputFile(NamedTuple):
     read: Reader
     num_bytes: int
     """Size of the file, compressed or not."""
-    span: Span | None = None
+    span: LineSpan | None = None
     """The lines of a JSON file to read. None: all."""
 
     def part(self, start: int, end: int) -> "InputFile":
         """Return the lines that begin in these bytes."""
-        return self._replace(num_bytes=end - start, span=Span(start, end))
+        return self._replace(num_bytes=end - start, span=LineSpan(start, end))
 
     @property
     def can_be_cut(self) -> bool:

@@ -77,7 +77,7 @@ type PreparedOptions = PrepareOptions | PrepareChatOptions | PreparePairsOptions
 _HOW = ("output", "overwrite", "workers", "part", "engine", "input")
 
 
-class Plan(Struct, frozen=True, kw_only=True):
+class PartsPlan(Struct, frozen=True, kw_only=True):
     """The content of plan.json."""
 
     VERSION: ClassVar[int] = 1
@@ -108,7 +108,7 @@ class PartJson(Struct, frozen=True, kw_only=True):
 type Report = Callable[[tuple[int, int]], None]
 
 
-class Written(NamedTuple):
+class WrittenPart(NamedTuple):
     """A part that was written."""
 
     splits: dict[str, Part]
@@ -117,13 +117,13 @@ class Written(NamedTuple):
     rows: RowCounts
 
     @classmethod
-    def of(cls, writers: dict[str, SplitWriter], rows: RowCounts) -> "Written":
+    def of(cls, writers: dict[str, SplitWriter], rows: RowCounts) -> "WrittenPart":
         """Close the writers."""
         splits = {split: writer.close() for split, writer in writers.items()}
         return cls(splits, writers[TRAIN].token_counts, rows)
 
 
-class Source(Protocol):
+class Corpus(Protocol):
     """What a command prepares. It is sent to the processes that write parts."""
 
     @property
@@ -148,7 +148,7 @@ class Source(Protocol):
         """Return the borders of the splits. Raises:   ConfigError."""
         ...
 
-    def write(self, task: "Task", folder: Path, report: Report) -> Written:
+    def write(self, task: "Task", folder: Path, report: Report) -> WrittenPart:
         """Write a part. Raises:   ConfigError for what cannot be read."""
         ...
 
@@ -167,7 +167,7 @@ class Source(Protocol):
 class Task:
     """A part to write, by any process that shares the folder."""
 
-    source: Source
+    corpus: Corpus
     work: Path
     number: int
     files: Sequence[InputFile]
@@ -190,7 +190,7 @@ class Task:
         self, folder: Path, make: type[SplitWriter] = SplitWriter
     ) -> dict[str, SplitWriter]:
         """Return the writer of each split, in a folder."""
-        splits = shares_of(self.source.options.holdout, self.source.options.split).splits
+        splits = shares_of(self.corpus.options.holdout, self.corpus.options.split).splits
         size, eos_id = self.tokenizer.vocab_size, self.tokenizer.eos_id
         return {split: make(folder, split, size, eos_id) for split in splits}
 
@@ -209,7 +209,7 @@ def write_part(task: Task, report: Report) -> None:
         shutil.rmtree(left, ignore_errors=True)
     try:
         with atomic.new_folder(task.folder) as folder:
-            splits, counts, rows = task.source.write(task, folder, _seldom(report))
+            splits, counts, rows = task.corpus.write(task, folder, _seldom(report))
             found = PartJson(
                 splits=splits,
                 num_good=rows.num_good,
@@ -276,23 +276,23 @@ def write_parts(tasks: Sequence[Task], workers: int, progress: PartsProgress) ->
             call.result()
 
 
-def prepare_parts(source: Source, progress: PreparationProgress) -> Meta | None:
+def prepare_parts(corpus: Corpus, progress: PreparationProgress) -> Meta | None:
     """Prepare a dataset, or a part of it.
 
     Returns:  the contents of its meta.json; None if other parts are missing.
     Raises:   ConfigError that names an option, or an unreadable file and line.
     """
-    options, log = source.options, progress.log
+    options, log = corpus.options, progress.log
     check_ranges(options)
     shares = shares_of(options.holdout, options.split)
-    files = source.files(log)
+    files = corpus.files(log)
     total = sum(file.num_bytes for file in files)
-    count = options.parts or (1 if source.in_one_part else max(-(-total // PART_BYTES), 1))
+    count = options.parts or (1 if corpus.in_one_part else max(-(-total // PART_BYTES), 1))
     if options.part is not None and options.part >= count:
         rule = f"must be below the number of parts, {count:,}"
         raise ConfigError("--part", options.part, rule, f"use --parts {options.part + 1}")
     trained = options.tokenizer.startswith(BPE)
-    tokenizer = None if trained else source.tokenizer(files, log)
+    tokenizer = None if trained else corpus.tokenizer(files, log)
     about = _about(options, count, files, tokenizer)
     target = Path(options.output).expanduser().resolve()
     if options.part is not None and plan_of(target, about):
@@ -301,9 +301,9 @@ def prepare_parts(source: Source, progress: PreparationProgress) -> Meta | None:
     with _work_folder(options, about) as work:
         plan = plan_of(work, about)
         if plan is None:
-            tokenizer = tokenizer or source.tokenizer(files, log)
+            tokenizer = tokenizer or corpus.tokenizer(files, log)
             text = tokenizer.json_text if isinstance(tokenizer, JsonTokenizer) and trained else ""
-            made = Plan(about=about, borders=source.borders(files), trained=text)
+            made = PartsPlan(about=about, borders=corpus.borders(files), trained=text)
             atomic.create(work / PLAN_FILE, declared.to_json(made).encode())
             plan = plan_of(work, about) or made  # of several processes, the first one decides
         if trained:
@@ -311,7 +311,7 @@ def prepare_parts(source: Source, progress: PreparationProgress) -> Meta | None:
         assert tokenizer is not None
         if line := in_words(plan.borders, shares):
             log(line)
-        tasks = _tasks(source, work, plan, tokenizer, files)
+        tasks = _tasks(corpus, work, plan, tokenizer, files)
         asked = [t for t in tasks if options.part in (None, t.number) and not t.is_complete]
         of_all = f", {len(asked):,} of {count:,} parts" if count > 1 else ""
         num_bytes = sum(task.num_bytes for task in asked)
@@ -319,7 +319,7 @@ def prepare_parts(source: Source, progress: PreparationProgress) -> Meta | None:
         engine = ray_engine if options.engine == "ray" else write_parts
         engine(asked, options.workers, PartsProgress(asked, progress))
         if all(task.is_complete for task in tasks):
-            return _finish(source, work, tokenizer, tasks, log)
+            return _finish(corpus, work, tokenizer, tasks, log)
         if options.part is not None:
             return None
         rule = "lacks parts that were written: not all hosts share its folder"
@@ -347,7 +347,7 @@ def _about(
     return known
 
 
-def plan_of(folder: Path, about: dict[str, Any] | None = None) -> Plan | None:
+def plan_of(folder: Path, about: dict[str, Any] | None = None) -> PartsPlan | None:
     """Return the plan of a folder; None if there is none, or none of `about`.
 
     Raises:   ConfigError if it is damaged.
@@ -356,7 +356,7 @@ def plan_of(folder: Path, about: dict[str, Any] | None = None) -> Plan | None:
     if not path.is_file():
         return None
     try:
-        plan = declared.read(Plan, path, max_bytes=MAX_PLAN_BYTES)
+        plan = declared.read(PartsPlan, path, max_bytes=MAX_PLAN_BYTES)
     except (OSError, ValueError) as error:
         rule, fix = f"has no readable plan ({error})", f"delete {folder}, and try again"
         raise ConfigError("--output", str(folder), rule, fix) from error
@@ -364,7 +364,7 @@ def plan_of(folder: Path, about: dict[str, Any] | None = None) -> Plan | None:
 
 
 def _tasks(
-    source: Source, work: Path, plan: Plan, tokenizer: Tokenizer, files: Sequence[InputFile]
+    corpus: Corpus, work: Path, plan: PartsPlan, tokenizer: Tokenizer, files: Sequence[InputFile]
 ) -> list[Task]:
     """Cut the files into parts of about equal bytes.
 
@@ -384,7 +384,7 @@ def _tasks(
         for number, (begin, stop) in enumerate(itertools.pairwise(cuts), first):
             owned[number].append(file.part(begin - start, stop - start))
     return [
-        Task(source, work, number, some, plan.borders, tokenizer)
+        Task(corpus, work, number, some, plan.borders, tokenizer)
         for number, some in enumerate(owned)
     ]
 
@@ -460,7 +460,7 @@ def _check_parts(work: Path, options: PreparedOptions, about: dict[str, Any]) ->
 
 
 def _finish(
-    source: Source,
+    corpus: Corpus,
     work: Path,
     tokenizer: Tokenizer,
     tasks: Sequence[Task],
@@ -470,7 +470,7 @@ def _finish(
 
     Raises:   ConfigError if a split that is asked for has no documents, or all rows are bad.
     """
-    options, rows = source.options, RowCounts()
+    options, rows = corpus.options, RowCounts()
     shares, given = shares_of(options.holdout, options.split), " ".join(options.input)
     found = [read_part(task.folder, shares.splits) for task in tasks]
     for part in found:
@@ -484,7 +484,7 @@ def _finish(
     }
     if not any(documents.values()):
         raise ConfigError("--input", given, "has no text", "use files with documents")
-    check_no_split_is_empty(documents, shares, options.holdout, options.split, source.fix)
+    check_no_split_is_empty(documents, shares, options.holdout, options.split, corpus.fix)
     for line in itertools.chain(rows.lines(), *(part.left_out for part in found)):
         log(line)
     counts = sum(np.load(task.folder / COUNTS_FILE, allow_pickle=False) for task in tasks)
@@ -511,7 +511,7 @@ def _finish(
         test=shares.test,
         bad_rows=rows.num_bad,
         first_bad_row=rows.first_bad,
-        **source.more,
+        **corpus.more,
     )
 
 

@@ -19,7 +19,7 @@ from jaxpar.data.prepare.chat import ChatEncoder, Conversation, check_messages
 from jaxpar.data.prepare.documents import InputFile, Wanted, find_sources
 from jaxpar.data.prepare.encoding import encoded
 from jaxpar.data.prepare.pairs import encode_pair, read_pair
-from jaxpar.data.prepare.parts import Report, Task, Written, prepare_parts
+from jaxpar.data.prepare.parts import Report, Task, WrittenPart, prepare_parts
 from jaxpar.data.prepare.progress import PreparationProgress
 from jaxpar.data.prepare.splits import Borders, find_borders, place_of, shares_of
 from jaxpar.data.tokenizer import Tokenizer, open_tokenizer
@@ -100,12 +100,12 @@ def prepare_records(
     Returns:  the contents of its meta.json; None if other parts are missing.
     Raises:   ConfigError that names an option, or an unusable file and line.
     """
-    return prepare_parts(RecordSource(options), progress or PreparationProgress())
+    return prepare_parts(RecordCorpus(options), progress or PreparationProgress())
 
 
 @dataclass(frozen=True)
-class RecordSource:
-    """Conversations or pairs that are prepared, as a `parts.Source`."""
+class RecordCorpus:
+    """Conversations or pairs that are prepared, as a `parts.Corpus`."""
 
     options: PrepareChatOptions | PreparePairsOptions
     in_one_part = False
@@ -136,7 +136,7 @@ class RecordSource:
         places = (kind.place(record) for record, _ in read_records(files, kind.parse, rows))
         return find_borders(places, shares_of(self.options.holdout, self.options.split))
 
-    def write(self, task: Task, folder: Path, report: Report) -> Written:
+    def write(self, task: Task, folder: Path, report: Report) -> WrittenPart:
         """Write a part."""
         options, kind, rows = self.options, _kind(self.options), RowCounts(self.options.on_bad_row)
         writers = task.writers(folder)
@@ -149,7 +149,7 @@ class RecordSource:
             for conversation in conversations:
                 writer.append_conversation(*conversation)
             report((position, sum(writer.num_tokens for writer in writers.values())))
-        return Written.of(writers, rows)
+        return WrittenPart.of(writers, rows)
 
 
 #: Characters that a record is taken for, when records are put into batches.

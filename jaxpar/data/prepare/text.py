@@ -22,7 +22,7 @@ from jaxpar.data.formats.writer import SplitWriter, TextPart
 from jaxpar.data.options import PrepareOptions
 from jaxpar.data.prepare.documents import InputFile, Wanted, find_sources, read_pieces
 from jaxpar.data.prepare.encoding import encoded
-from jaxpar.data.prepare.parts import Report, Task, Written, prepare_parts
+from jaxpar.data.prepare.parts import Report, Task, WrittenPart, prepare_parts
 from jaxpar.data.prepare.progress import PreparationProgress
 from jaxpar.data.prepare.splits import Borders, assign_splits, shares_of, text_borders
 from jaxpar.data.stream.writing import IndexWriter, begin_index, cut_text, finish_index, one_part
@@ -42,12 +42,12 @@ def prepare(options: PrepareOptions, progress: PreparationProgress | None = None
     Raises:   ConfigError that names an option, or an unreadable file and line.
     """
     _check(options)
-    return prepare_parts(TextSource(options), progress or PreparationProgress())
+    return prepare_parts(TextCorpus(options), progress or PreparationProgress())
 
 
 @dataclass(frozen=True)
-class TextSource:
-    """The text that `prepare` prepares, as a `parts.Source`."""
+class TextCorpus:
+    """The text that `prepare` prepares, as a `parts.Corpus`."""
 
     options: PrepareOptions
     fix = r"split the text into more documents (--separator '\n\n')"
@@ -71,7 +71,7 @@ class TextSource:
         """Return the borders of the splits."""
         return _borders(files, self.options)
 
-    def write(self, task: Task, folder: Path, report: Report) -> Written:
+    def write(self, task: Task, folder: Path, report: Report) -> WrittenPart:
         """Write a part."""
         options, read = self.options, _read_options(self.options)
         pieces = assign_splits(read_pieces(task.files, read), task.borders, read.rows)
@@ -83,7 +83,7 @@ class TextSource:
         for (split, piece), parts in encoded(items, encode, task.workers):
             writers[split].append(piece, parts)
             report((piece.position, sum(writer.num_tokens for writer in writers.values())))
-        written = Written.of(writers, read.rows)
+        written = WrittenPart.of(writers, read.rows)
         if index is not None:
             finish_index(index, list(writers))
         return written
