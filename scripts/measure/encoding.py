@@ -1,7 +1,7 @@
 """Measure `data prepare` beside the raw encoder: python scripts/measure/encoding.py
 
 Source code of Python is encoded by a BPE that is trained on it. Cases take turns; each line has the
-CPU time (user and system) of a case, without that of starting its processes, in each turn, and its
+CPU time (user and system) of a case, without that of starting the command, in each turn, and its
 median over that of the raw encoder, which encodes texts that are in memory. `--datatrove PYTHON`
 names an interpreter with datatrove and orjson, whose DocumentTokenizer is then measured too.
 """
