@@ -8,7 +8,7 @@ Shape letters: N sequences, T query positions.
 
 import numpy as np
 
-from jaxpar.data.formats.arrays import DocumentOffsets, WindowedArray
+from jaxpar.data.formats.arrays import DocumentOffsets
 from jaxpar.sharding.batch import IGNORED, Batch
 
 #: Starts of documents.
@@ -26,11 +26,6 @@ def max_documents(document_offsets: Offsets, num_tokens: int, seq_len: int) -> i
     first = document_offsets.searchsorted(starts, side="right")
     end = document_offsets.searchsorted(starts + seq_len, side="left")
     return int(np.max(end - first + 1, initial=1))
-
-
-def stretches(tokens: WindowedArray, indices: np.ndarray, seq_len: int) -> np.ndarray:
-    """Return the tokens of some sequences, inputs and last label: int32 [N, T + 1]."""
-    return tokens.windows(np.asarray(indices, np.int64) * seq_len, seq_len + 1).astype(np.int32)
 
 
 def pack(
