@@ -19,6 +19,9 @@ class ConfigError(ValueError):
         field, text, rule, fix = map(_short, (field, shown(value), rule, fix))
         super().__init__(printable(f"{field} = {text}: {rule}. Fix: {fix}."))
 
+    def __reduce__(self) -> tuple:
+        return type(self), (self.field, self.value, self.rule, self.fix)
+
 
 class ConfigErrors(ConfigError):
     """Several invalid values. Its field, value, rule and fix are those of the first."""
@@ -28,6 +31,9 @@ class ConfigErrors(ConfigError):
         super().__init__(first.field, first.value, first.rule, first.fix)
         lines = (f"\n{number}. {error}" for number, error in enumerate(errors, 1))
         self.args = (f"{len(errors)} rules are broken." + "".join(lines),)
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.errors,)
 
 
 def joined(errors: Sequence[ConfigError]) -> ConfigError:

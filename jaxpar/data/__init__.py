@@ -1,6 +1,7 @@
 """From text to batches: `prepare` writes tokens once, and `Loader` reads them.
 
 Prepare:  documents -> readers, columns -> tokenizer -> writer    (`python -m jaxpar.data prepare`)
+          parts -> each of them in any process -> manifest        (its plan, and the end)
           chat -> writer                                          (`prepare-chat`)
           pairs -> writer                                         (`prepare-pairs`)
 Formats:  megatron, bin_file -> token_file -> sources             (`inspect`, `convert`)

@@ -1,6 +1,10 @@
 """The work of `python -m jaxpar.data`."""
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -9,7 +13,7 @@ from jaxpar.config.command_line import as_called
 from jaxpar.config.rules.paths import is_address
 from jaxpar.data.formats.convert import convert
 from jaxpar.data.formats.inspect import inspect_tokens
-from jaxpar.data.formats.meta import PAIRS, SPLITS, VAL, Meta, documents_file
+from jaxpar.data.formats.meta import PAIRS, VAL, Meta, documents_file
 from jaxpar.data.loader import switches_for
 from jaxpar.data.options import (
     ConvertOptions,
@@ -60,10 +64,11 @@ def _seq_len(output: str, meta: Meta) -> int:
         return next((n for n in shorter if n < min(found)), 1)  # the last label is one more
     if is_address(output):
         return SEQ_LEN  # the files are not on this host
+    folder = Path(output).expanduser()
     lengths = [
-        np.diff(np.load(Path(output).expanduser() / documents_file(split), allow_pickle=False))
-        for split in SPLITS
-        if split in meta.splits and meta.splits[split].num_tokens
+        np.diff(np.load(folder / documents_file(part.name), allow_pickle=False))
+        for _, part in meta.parts()
+        if part.num_tokens
     ]
     longest = max(int(one.reshape(-1, 2).sum(axis=1).max()) for one in lengths)
     return max(SEQ_LEN, -(-longest // 64) * 64)
@@ -74,7 +79,7 @@ def run(options: Options) -> str:
     if isinstance(options, InspectOptions):
         with stage(f"reading {options.path}"):
             return inspect_tokens(options)
-    with console_progress() as progress:
+    with _ended_by_sigterm(), console_progress() as progress:
         if isinstance(options, ConvertOptions):
             return convert(options, progress)
         if isinstance(options, ReframeOptions):
@@ -84,7 +89,25 @@ def run(options: Options) -> str:
         return _summary(options, prepare_records(options, progress))
 
 
-def _summary(options: PrepareOptions | PrepareChatOptions | PreparePairsOptions, meta: Meta) -> str:
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """End the block by SIGTERM as by Ctrl-C, so that it deletes what it has begun."""
+
+    def end(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _summary(
+    options: PrepareOptions | PrepareChatOptions | PreparePairsOptions, meta: Meta | None
+) -> str:
+    if meta is None:
+        return f"part {options.part} is complete; the last task to finish makes {options.output}"
     lines = [f"{options.output}: {meta.vocab_size:,} tokens in the vocabulary ({meta.dtype})"]
     for name, split in meta.splits.items():
         line = f"  {name:5} {split.num_tokens:>13,} tokens {split.num_documents:>9,} documents"

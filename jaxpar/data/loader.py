@@ -30,7 +30,7 @@ from jaxpar.data.formats.meta import PAIRS, TRAIN
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.mixture import BLOCK, StagedMixture
 from jaxpar.data.own import DataSource, Positions, checked, iterates
-from jaxpar.data.packing import document_begins, max_documents, num_sequences, pack, stretches
+from jaxpar.data.packing import document_begins, max_documents, num_sequences, pack
 from jaxpar.data.shuffle import sequence_order
 from jaxpar.data.skips import SkippedBatches
 from jaxpar.data.sources import open_sources
@@ -364,7 +364,7 @@ class Loader:
         if data.document_mask:
             begins = document_begins(dataset.document_offsets, indices, length)
         if dataset.targets is not None and self._has_targets:
-            ignored = stretches(dataset.targets, indices, length) == 0
+            ignored = dataset.targets.windows(indices * length, length + 1) == 0
         return stretch, begins, ignored
 
     def prefetched(self, first_step: int = 0) -> Generator[tuple[int, Batch]]:
@@ -448,7 +448,7 @@ def check_vocabulary(cfg: Config, dataset: TokenDataset) -> None:
     if needed > cfg.model.vocab_size:
         rule = f"must cover the {needed} tokens of the dataset {dataset.name}"
         if dataset.meta is None:
-            rule = f"must be above token id {needed - 1}, which is in {dataset.file}"
+            rule = f"must be above token id {needed - 1}, which is in {dataset.files[0]}"
         fix = f"use --model.vocab-size {-(-needed // 128) * 128}"
         raise ConfigError("model.vocab_size", cfg.model.vocab_size, rule, fix)
 

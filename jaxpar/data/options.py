@@ -29,6 +29,16 @@ class _OutputOptions:
     on_bad_row: Literal["error", "skip"] = "error"
     """Whether a row that is broken, or is not what the command reads, ends it, or is left out and
     counted."""
+    workers: Annotated[int, Range(1, 4096, os.cpu_count() or 1)] = os.cpu_count() or 1
+    """Number of processes that encode."""
+    parts: Annotated[int, Range(0, 99_999, 64)] = 0
+    """Number of parts to write. 0: one for each 8 GiB of input."""
+    part: Annotated[int | None, Range(0, 99_998, 0)] = None
+    """Write only this part, from 0, as one task of an array of jobs with --parts, which share the
+    output's folder. The last task to finish completes the dataset. None: all that are missing."""
+    engine: Literal["processes", "ray"] = "processes"
+    """Where parts are written: in processes of this host, or on a Ray cluster that shares the
+    output's folder (pip install 'jaxpar[ray]')."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +53,6 @@ class PrepareOptions(_OutputOptions):
     tokenizer: str = "bytes"
     """bytes; bpe:N to train a BPE of N tokens on the input; a tokenizer.json; or a model of the
     Hugging Face Hub, org/model or org/model@revision."""
-    workers: Annotated[int, Range(1, 4096, os.cpu_count() or 1)] = os.cpu_count() or 1
-    """Number of threads that encode."""
     text_field: str = "text"
     """JSON field or Parquet column with the text."""
     separator: str | None = None
@@ -107,15 +115,16 @@ class ReframeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
-    """Copy tokens to another format. Several inputs are concatenated."""
+    """Write tokens in another format. Several inputs are concatenated."""
 
     input: tuple[str, ...]
     """Paths as for `data.path`: dataset folders, Megatron pairs or .bin files."""
     output: Annotated[str, TO_ADDRESS]
-    """jaxpar: a folder, or s3://BUCKET/PREFIX. megatron: a prefix, without .bin and .idx. Others: a
-    file."""
-    to: Literal["jaxpar", "megatron", "nanogpt", "llmc"]
-    """Format to write."""
+    """jaxpar: a folder, or s3://BUCKET/PREFIX. manifest: a folder. megatron: a prefix, without .bin
+    and .idx. Others: a file."""
+    to: Literal["jaxpar", "manifest", "megatron", "nanogpt", "llmc"]
+    """Format to write. manifest: a folder that names the files of prepared folders, which stay
+    where they are, as its parts."""
     split: Literal["train", "val", "test"] = "train"
     """Split of the input folders to read."""
     held_out: tuple[str, ...] = ()

@@ -8,8 +8,11 @@ Shape letters: N sequences, T query positions.
 
 import numpy as np
 
-from jaxpar.data.formats.tokens import WindowedArray, windows
+from jaxpar.data.formats.arrays import DocumentOffsets
 from jaxpar.sharding.batch import IGNORED, Batch
+
+#: Starts of documents.
+type Offsets = np.ndarray | DocumentOffsets
 
 
 def num_sequences(num_tokens: int, seq_len: int) -> int:
@@ -17,17 +20,12 @@ def num_sequences(num_tokens: int, seq_len: int) -> int:
     return max(0, (num_tokens - 1) // seq_len)
 
 
-def max_documents(document_offsets: np.ndarray, num_tokens: int, seq_len: int) -> int:
+def max_documents(document_offsets: Offsets, num_tokens: int, seq_len: int) -> int:
     """Return the maximum number of documents in a sequence of a split."""
     starts = np.arange(num_sequences(num_tokens, seq_len), dtype=np.int64) * seq_len
-    first = np.searchsorted(document_offsets, starts, side="right")
-    end = np.searchsorted(document_offsets, starts + seq_len, side="left")
+    first = document_offsets.searchsorted(starts, side="right")
+    end = document_offsets.searchsorted(starts + seq_len, side="left")
     return int(np.max(end - first + 1, initial=1))
-
-
-def stretches(tokens: np.ndarray | WindowedArray, indices: np.ndarray, seq_len: int) -> np.ndarray:
-    """Return the tokens of some sequences, inputs and last label: int32 [N, T + 1]."""
-    return windows(tokens, np.asarray(indices, np.int64) * seq_len, seq_len + 1)
 
 
 def pack(
@@ -59,15 +57,15 @@ def pack(
     )
 
 
-def document_begins(document_offsets: np.ndarray, indices: np.ndarray, seq_len: int) -> np.ndarray:
+def document_begins(document_offsets: Offsets, indices: np.ndarray, seq_len: int) -> np.ndarray:
     """Return where documents start in some sequences, after the first token: bool [N, T + 1].
 
     Searches for the two ends of each sequence and sets one flag per document between them, which
     avoids a binary search per token.
     """
     starts, length = np.asarray(indices, np.int64) * seq_len, seq_len + 1
-    first = np.searchsorted(document_offsets, starts, side="right")
-    end = np.searchsorted(document_offsets, starts + length, side="left")
+    first = document_offsets.searchsorted(starts, side="right")
+    end = document_offsets.searchsorted(starts + length, side="left")
     counts = end - first
     rows = np.repeat(np.arange(len(starts)), counts)
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

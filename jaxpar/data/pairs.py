@@ -17,6 +17,7 @@ from jaxpar.config import ConfigError, flag
 from jaxpar.data.formats.meta import PAIRS
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.loader import Loader, check_vocabulary
+from jaxpar.data.packing import Offsets
 from jaxpar.sharding.batch import IGNORED, REFERENCE, Batch
 
 
@@ -38,7 +39,7 @@ class PairRows(NamedTuple):
         return int(np.max(np.diff(self.first), initial=1))
 
 
-def plan_rows(document_offsets: np.ndarray, seq_len: int) -> PairRows:
+def plan_rows(document_offsets: Offsets, seq_len: int) -> PairRows:
     """Assign the pairs of a split to rows of seq_len tokens.
 
     The last token of a document is only a label, so a document takes one place less than it has

@@ -13,6 +13,7 @@ from jaxpar.config import Config, ConfigError, Source
 from jaxpar.config.lists.datasets import sources_of
 from jaxpar.config.rules.paths import is_address
 from jaxpar.config.values import to_values
+from jaxpar.data.formats.arrays import DocumentOffsets, Joined
 from jaxpar.data.formats.meta import META_FILE, PREPARE, SPLITS, TRAIN, read_meta, tokens_file
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.runtime import exit_codes
@@ -96,7 +97,7 @@ def _open(cfg: Config, field: str, path: str, split: str, whole: bool) -> TokenD
         fix = "check the file and its permissions"
         raise ConfigError(field, path, what, fix) from error
     if cfg.data.document_mask and not dataset.knows_documents:
-        rule = f"{dataset.file} does not mark the ends of documents"
+        rule = f"{dataset.files[0]} does not mark the ends of documents"
         fix = "set its end-of-text token with --data.eos-id, or use --data.document-mask False"
         raise ConfigError("data.document_mask", True, rule, fix)
     return dataset
@@ -149,10 +150,9 @@ def open_tokens(
         split=split,
         vocab_size=found.largest + 1,
         fingerprint=hashlib.sha256(json.dumps(identity).encode()).hexdigest(),
-        tokens=file.tokens(),
-        document_offsets=offsets,
-        file=file.path,
-        header_bytes=file.header_bytes,
+        tokens=Joined([file.tokens()]),
+        document_offsets=DocumentOffsets([offsets]),
+        files=(file.path,),
         knows_documents=marked,
     )
 

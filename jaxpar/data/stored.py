@@ -13,8 +13,17 @@ import numpy as np
 
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.rules.paths import Address, absolute, cache_folder, read_address
-from jaxpar.data.formats.meta import DATASET_FILES, META_FILE, PREPARE, STREAM_FILE
-from jaxpar.data.formats.tokens import STORED, WindowedArray
+from jaxpar.data.formats.arrays import WindowedArray
+from jaxpar.data.formats.meta import (
+    COUNTS_FILE,
+    META_FILE,
+    PART_FILE,
+    PLAN_FILE,
+    PREPARE,
+    STREAM_FILE,
+    is_dataset_file,
+)
+from jaxpar.data.formats.tokens import STORED
 from jaxpar.runtime import progress as units
 from jaxpar.runtime.exit_codes import RunError
 from jaxpar.runtime.files import atomic
@@ -35,6 +44,8 @@ from jaxpar.stores.objects import Missing, Objects, Stamp
 
 class StoredArray(WindowedArray):
     """Integers [N] of an object. A slice is an array, and is read through the cache."""
+
+    waits = True
 
     def __init__(self, stored: CachedObject, dtype: np.dtype):
         self.stored, self.dtype = stored, dtype
@@ -98,10 +109,10 @@ def whole_address(output: str, overwrite: bool) -> Iterator[Path]:
         if (staging / STREAM_FILE).exists():
             rule = "cannot be an address with --stream: training reads the text from this host"
             raise ConfigError("--output", output, rule, "leave out --stream")
-        for file in sorted(staging.glob("*.bin")):
+        for file in sorted(staging.rglob("*.bin")):
             with open(file, "rb") as opened:
                 head = hashlib.file_digest(opened, "sha256").digest()
-            (staging / (file.name + PARTS)).write_bytes(head + digests_of(file))
+            file.with_name(file.name + PARTS).write_bytes(head + digests_of(file))
         upload_folder(objects, staging, META_FILE, overwrite)
     except InUse:
         raise _in_use(output) from None
@@ -111,8 +122,8 @@ def whole_address(output: str, overwrite: bool) -> Iterator[Path]:
 
 def _check_address(objects: Objects, output: str, overwrite: bool) -> None:
     held = [found.name for found in objects.names(exact=True)]
-    ours = {*DATASET_FILES, *(name + PARTS for name in DATASET_FILES), FILES}
-    if foreign := [name for name in held if name not in ours]:
+    ours = (name for name in held if name == FILES or is_dataset_file(name.removesuffix(PARTS)))
+    if foreign := sorted(set(held) - set(ours)):
         rule = f"contains {foreign[0]!r}, which is not part of a dataset"
         raise ConfigError("--output", output, rule, "use a new or empty prefix")
     if META_FILE in held and not overwrite:
@@ -164,8 +175,10 @@ def keep_parts(file: Path, sha256: str, digests: bytes) -> None:
 # ---- The copy of a dataset in a store: its small files, on this host. Its tokens stay in the store
 
 
-#: Files that stay in the store.
-LARGE = ".bin"
+def _stays(name: str) -> bool:
+    """Return whether a file stays in the store."""
+    return name.endswith((".bin", COUNTS_FILE, PART_FILE, PLAN_FILE))
+
 
 #: Bytes of a file that is read once at a start, if nothing else tells whether it is intact.
 CHECKED_BYTES = 64 << 30
@@ -195,7 +208,7 @@ class StoredFolder:
         if STREAM_FILE in names:
             rule = "is a streamed dataset, which needs its text on this host"
             raise ConfigError(field, str(address), rule, "prepare it without --stream")
-        small = [name for name in sorted(names & DATASET_FILES) if not name.endswith(LARGE)]
+        small = [name for name in sorted(names) if is_dataset_file(name) and not _stays(name)]
         update_copy(self._objects, self.path, small, names, again=True)
 
     def array(self, name: str, dtype: np.dtype, size: int, sha256: str) -> StoredArray:

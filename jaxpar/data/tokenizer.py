@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -112,6 +113,9 @@ KNOWN_EOS_TOKENS = (
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )
 
+#: `--tokenizer bpe:N` trains a BPE of N tokens.
+BPE = "bpe:"
+
 #: The file beside a published tokenizer.json that names its special tokens.
 CONFIG_FILE = "tokenizer_config.json"
 
@@ -191,7 +195,7 @@ class JsonTokenizer:
     kind = JSON
 
     def __init__(self, json_text: str, eos_token: str):
-        self._json_text = json_text
+        self.json_text = json_text
         self._tokenizer = tokenizers.Tokenizer.from_str(json_text)
         # A published file may enable truncation or padding, which would damage a corpus.
         self._tokenizer.no_truncation()
@@ -205,6 +209,9 @@ class JsonTokenizer:
         self.eos_id, self.eos_token = eos_id, eos_token
         self.fingerprint = hashlib.sha256(json_text.encode()).hexdigest()
         self.begin = self._ids_before_text()
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.json_text, self.eos_token)
 
     def _ids_before_text(self) -> tuple[int, ...]:
         """Return the ids that the file's post-processor prepends. transformers 5 uses only those,
@@ -223,7 +230,7 @@ class JsonTokenizer:
 
     def parsing_special_tokens(self) -> tokenizers.Tokenizer:
         """The library's tokenizer of the same file, for texts that name special tokens."""
-        found = tokenizers.Tokenizer.from_str(self._json_text)
+        found = tokenizers.Tokenizer.from_str(self.json_text)
         found.no_truncation()
         found.no_padding()
         return found
@@ -248,7 +255,7 @@ class JsonTokenizer:
 
     def save(self, folder: str | Path) -> None:
         """Write the tokenizer.json, identical to the one that was read."""
-        (Path(folder) / TOKENIZER_FILE).write_text(self._json_text, "utf-8", newline="")
+        (Path(folder) / TOKENIZER_FILE).write_text(self.json_text, "utf-8", newline="")
 
 
 def _checked_ids(ids: Iterable[int], vocab_size: int) -> np.ndarray:
@@ -371,6 +378,19 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> JsonTokenizer:
     )
     tokenizer.train_from_iterator(texts, trainer)
     return JsonTokenizer(tokenizer.to_str(), EOS_TOKEN)
+
+
+@dataclass(frozen=True)
+class NoTokenizer:
+    """What is known of the tokenizer of converted tokens."""
+
+    vocab_size: int
+    eos_id: int
+    kind = NO_TOKENIZER
+    eos_token = fingerprint = ""
+
+    def save(self, folder: str | Path) -> None:
+        """Write nothing."""
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:

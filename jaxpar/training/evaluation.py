@@ -108,11 +108,11 @@ def check_labels(cfg: Config, loader: Loader) -> None:
 def _check_apart(test: Loader, others: Mapping[str, Loader]) -> None:
     """Raises:   ConfigError if another evaluation reads a file of the test split: a single file of
     `data.held_out` is any split."""
-    files = {source.dataset.file.resolve() for source in test.sources}
+    files = {file.resolve() for source in test.sources for file in source.dataset.files}
     for name, loader in others.items():
-        for source in loader.sources:
-            if source.dataset.file.resolve() in files:
-                rule = f"reads {source.dataset.file}, on which {name} is evaluated during the run"
+        for file in (file for source in loader.sources for file in source.dataset.files):
+            if file.resolve() in files:
+                rule = f"reads {file}, on which {name} is evaluated during the run"
                 fix = "use a folder with a test split, or --evaluation.test False"
                 raise ConfigError("evaluation.test", True, rule, fix)
 

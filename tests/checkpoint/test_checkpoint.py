@@ -29,7 +29,7 @@ from jaxpar.checkpoint.saved import (
 from jaxpar.checkpoint.saving import Checkpointer, SaveFailed
 from jaxpar.config import Config, ConfigError, serialize
 from jaxpar.config.validate import resolve
-from jaxpar.data.formats.meta import META_FILE, SPLITS, Meta, SplitMeta, meta_to_json
+from jaxpar.data.formats.meta import FORMAT, META_FILE, SPLITS, Meta, Part, SplitMeta, meta_to_json
 from jaxpar.sharding.mesh import make_mesh
 from jaxpar.step import state
 from tests.slow import slow
@@ -51,8 +51,10 @@ VIRTUAL = {
 def write_dataset(folder: Path, eos_id: int = 0) -> str:
     """A dataset's description, without its tokens."""
     hashes = dict.fromkeys(("sha256", "documents_sha256"), "0" * 64)
-    split = SplitMeta(num_tokens=8, num_documents=1, num_bytes=8, **hashes)
+    hashes |= dict.fromkeys(("tokens_hash", "documents_hash"), "0" * 16)
+    part = Part(name="train", num_tokens=8, num_documents=1, num_bytes=8, **hashes)
     meta = Meta(
+        format=FORMAT,
         dtype="uint16",
         vocab_size=max(32, eos_id + 1),
         eos_id=eos_id,
@@ -62,7 +64,7 @@ def write_dataset(folder: Path, eos_id: int = 0) -> str:
         unigram_entropy=1.0,
         inputs=("test",),
         holdout=0.1,
-        splits=dict.fromkeys(SPLITS, split),
+        splits=dict.fromkeys(SPLITS, SplitMeta(parts=(part,))),
     )
     folder.mkdir(exist_ok=True)
     (folder / META_FILE).write_text(meta_to_json(meta))

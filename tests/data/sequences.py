@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxpar.data.packing import document_begins, pack, stretches
+from jaxpar.data.packing import document_begins, pack
 from jaxpar.sharding.batch import Batch
 
 
@@ -21,4 +21,6 @@ def cut_sequences(
     Returns:  a Batch of int32 [N, T] on the host, as `pack` makes it.
     """
     begins = document_begins(document_offsets, indices, seq_len) if document_mask else None
-    return pack(stretches(tokens, indices, seq_len), begins)
+    starts = (np.asarray(indices) * seq_len).tolist()
+    stretch = np.stack([tokens[start : start + seq_len + 1] for start in starts])
+    return pack(stretch.astype(np.int32), begins)

@@ -254,7 +254,7 @@ def test_nothing_is_written_for_bad_tokens(tmp_path, monkeypatch):
         ("nanogpt", [], "stores 16-bit tokens, but the vocabulary has 70,001"),
         ("megatron", [], "does not mark the ends of documents"),
         ("jaxpar", [], "does not mark the ends of documents"),
-        ("llmc", ["--held-out", "y"], "needs --to jaxpar, not llmc"),
+        ("llmc", ["--held-out", "y"], "needs --to jaxpar or manifest, not llmc"),
         ("llmc", ["--tokenizer", "bytes"], "has 257 tokens, but .* a vocabulary of 70,001"),
         ("llmc", ["--tokenizer", "none.json"], "is neither bytes, nor"),
     ],

@@ -1,11 +1,12 @@
 """Files larger than memory: what `prepare` holds does not grow with its input."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from jaxpar.data.formats.meta import read_meta
 
 pytestmark = pytest.mark.waits
 
@@ -66,6 +67,6 @@ def test_memory_does_not_grow_with_the_input(tmp_path):
     before, after = run(tmp_path, small, large)
     text = sum((tmp_path / f"{large}{kind}").stat().st_size for kind in (".jsonl", ".arrow"))
     assert text > 45e6
-    meta = json.loads((tmp_path / f"{large}.parquet.out" / "meta.json").read_text())
-    assert sum(split["num_documents"] for split in meta["splits"].values()) == large
+    meta = read_meta(tmp_path / f"{large}.parquet.out")
+    assert sum(split.num_documents for split in meta.splits.values()) == large
     assert after - before < 16e6, f"{before / 1e6:.0f} MB, then {after / 1e6:.0f} MB"

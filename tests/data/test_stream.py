@@ -129,7 +129,7 @@ def test_same_tokens_as_prepared(kind, tokenizer, texts, tmp_path, small_parts):
         starts = rng.integers(0, a.num_tokens - 65, 40)
         np.testing.assert_array_equal(a.windows(starts, 65), b.windows(starts, 65))
         if LONG in texts or split == "train":
-            assert len(b.tokens.parts) > b.num_documents
+            assert len(b.tokens.arrays[0].parts) > b.num_documents
 
 
 @pytest.fixture(scope="module")
@@ -197,14 +197,16 @@ def test_workers_tokenize(pair, monkeypatch):
         ahead.close()
     assert pool.pool.cache_info().currsize == 1
     with pytest.raises(ConfigError, match="is not the index"):
-        pool.pool(2).encode(str(pair[1] / "none"), TokenDataset.open(pair[1]).tokens.parts[:4])
+        pool.pool(2).encode(
+            str(pair[1] / "none"), TokenDataset.open(pair[1]).tokens.arrays[0].parts[:4]
+        )
     assert_same(loader.batch(0), alone.batch(0))  # an error does not end the workers
 
 
 def test_dead_worker_is_an_error(pair):
     """A worker that is killed, for example for memory, ends the run with a message."""
     workers = pool.Pool(1)
-    parts = TokenDataset.open(pair[1]).tokens.parts[:2]
+    parts = TokenDataset.open(pair[1]).tokens.arrays[0].parts[:2]
     assert len(workers.encode(str(pair[1]), parts)) == 2
     workers._workers[0]._process.kill()
     with pytest.raises(RunError, match="ended with code -9"):
@@ -365,7 +367,7 @@ def test_parts_of_tokenizers_that_begin_with_a_space(tmp_path):
     told = {"tokenizer": str(tmp_path / "tokenizer.json"), "holdout": 0.0}
     stored, streamed = both(tmp_path, "jsonl", documents, **told)
     tokens = TokenDataset.open(streamed).tokens
-    assert len(tokens.parts) > 9 and tokens.parts["chars"].max() < 9000
+    assert len(tokens.arrays[0].parts) > 9 and tokens.arrays[0].parts["chars"].max() < 9000
     np.testing.assert_array_equal(tokens[:], TokenDataset.open(stored).tokens)
 
 
@@ -403,7 +405,7 @@ def test_caches_are_bounded(pair, monkeypatch):
     monkeypatch.setattr(encoder, "KEPT_TOKENS", 100)
     tokens, stored = TokenDataset.open(pair[1]).tokens, TokenDataset.open(pair[0]).tokens
     reading = encoder.PartEncoder(pair[1])
-    monkeypatch.setattr(tokens, "_encode", reading.encode)
+    monkeypatch.setattr(tokens.arrays[0], "_encode", reading.encode)
     for start in (0, 2000, 500, 0):
         np.testing.assert_array_equal(tokens[start : start + 900], stored[start : start + 900])
         assert reading._kept._total <= 1000 and reading._texts._blocks._total <= 4000

@@ -21,6 +21,9 @@ from jaxpar.checkpoint.saved import changed_fields, saved_of
 from jaxpar.config import Config, ConfigError, declared, replace
 from jaxpar.config.json_reader import UnreadableJson
 from jaxpar.config.serialize import from_values, to_json
+from jaxpar.data.formats.meta import FORMAT, Meta, Part, SplitMeta, read_meta
+from jaxpar.data.prepare import parts
+from jaxpar.data.prepare.splits import Borders
 from jaxpar.data.skips import SkippedBatches, read_skipped, write_skipped
 from jaxpar.data.stream import index as stream_index
 from jaxpar.features.distillation.cache import About, about_to_json, read_about
@@ -96,6 +99,38 @@ CERTIFICATE = Certificate.of(
     [Result("meshes", "data=2", "loss", 1e-7, 1e-5, where="step 1")],
 )
 FACTS = ProfileFacts(10, 3, 1, 1, "cpu", "1", 100, 1e9, None, {"temp": 5}, {"jax": "1"})
+PART_META = Part(
+    name="train",
+    num_tokens=9,
+    num_documents=2,
+    num_bytes=7,
+    sha256="0" * 64,
+    documents_sha256="0" * 64,
+    tokens_hash="0" * 16,
+    documents_hash="0" * 16,
+)
+META = Meta(
+    format=FORMAT,
+    dtype="uint16",
+    vocab_size=257,
+    eos_id=256,
+    eos_token="e",
+    tokenizer="bytes",
+    tokenizer_fingerprint="0" * 64,
+    unigram_entropy=1.0,
+    inputs=("a.jsonl",),
+    holdout=0.5,
+    splits={name: SplitMeta(parts=(PART_META,)) for name in ("train", "val")},
+)
+PLAN = parts.PartsPlan(about={"parts": 2, "input": "0"}, borders=Borders(1, 2), trained="")
+PART = parts.PartJson(
+    splits={name: PART_META for name in ("train", "val")},
+    num_good=1,
+    num_bad=0,
+    num_blank=0,
+    first_bad="",
+    left_out=(),
+)
 WORDS = {"time": 5.0, "step": 3, "error": "boom", "code": 1}
 HOLDER = {"session": "s", "host": "h", "pid": 1, "space": "x", "time": "2026-01-01T00:00:00+00:00"}
 FILES = {"format": objects.FORMAT, "files": {"a": {"bytes": 1, "sha256": "0" * 64}}}
@@ -327,6 +362,12 @@ def formats(folder: Path) -> dict[str, Format]:
         "events.jsonl": of_run("events.jsonl", of_lines),
         "about.json": Format(about_to_json(ABOUT).encode(), in_folder("about.json", read_about)),
         "stream.json": Format(stream_json(folder), in_folder("stream.json", stream)),
+        "meta.json": Format(declared.to_json(META).encode(), in_folder("meta.json", read_meta)),
+        "plan.json": Format(declared.to_json(PLAN).encode(), in_folder("plan.json", parts.plan_of)),
+        "part.json": Format(
+            declared.to_json(PART).encode(),
+            in_folder("part.json", lambda folder: parts.read_part(folder, ("train", "val"))),
+        ),
         "certificate.json": Format(
             json.dumps(to_values(CERTIFICATE)).encode(),
             in_folder(CERTIFICATE_FILE, lambda f: certified(Config(), f, "")),

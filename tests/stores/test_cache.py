@@ -118,7 +118,7 @@ def test_zeros_that_come_after_the_check_are_found(copied, s3, monkeypatch):
     tokens = sources[0].dataset.tokens
     for part in (stored_folder.cache_folder("data") / "parts").glob("*/*"):
         part.unlink()
-    store = tokens.stored._objects
+    store = tokens.arrays[0].stored._objects
     get = stored_folder.Objects.read_range
     zeros = lambda self, name, first, last, stamp, ok: get(  # noqa: E731
         self, name, first, last, stamp, lambda content: ok(bytes(len(content)))

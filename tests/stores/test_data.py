@@ -112,6 +112,21 @@ def test_batches_and_fingerprint_are_those_of_the_folder(made, tmp_path, data, h
     assert (tmp_path / tokenizer_folder(made) / META_FILE).is_file()
 
 
+def test_a_part_of_a_dataset_is_an_object(text, here, data, tmp_path):
+    """Batches are those of one file, also those that cross the end of an object."""
+    lines = text.read_text().splitlines(keepends=True)
+    for number in range(3):
+        (tmp_path / f"{number}.jsonl").write_text("".join(lines[30 * number : 30 * number + 30]))
+    inputs = tuple(str(tmp_path / f"{number}.jsonl") for number in range(3))
+    prepare(PrepareOptions(input=inputs, output=str(data), holdout=0.2, parts=3))
+    objects = {found.name for found in objects_at(data).names()}
+    assert {f"part-{number:05}/train.bin" for number in range(3)} < objects
+    assert fingerprint(config(data)) == fingerprint(config(here))
+    for split in ("train", "val"):
+        assert_same_batches(loader(config(data), split), loader(config(here), split), range(9))
+    assert not list((tmp_path / tokenizer_folder(config(data))).rglob("counts.npy"))
+
+
 def test_parts_are_fetched_once_also_by_other_processes(made, monkeypatch, s3):
     without_filling(monkeypatch)
     first = loader(made)
@@ -127,7 +142,7 @@ def test_parts_are_fetched_once_also_by_other_processes(made, monkeypatch, s3):
 @pytest.mark.waits
 def test_what_fits_is_fetched_in_the_background(made, s3):
     source = open_sources(made, "train")[0].dataset
-    stored = source.tokens.stored
+    stored = source.tokens.arrays[0].stored
     done = threading.Event()
     for _ in range(500):
         if all(stored._cache.has(stored._key, n) for n in range(stored.num_parts)):
@@ -142,7 +157,7 @@ def test_what_fits_is_fetched_in_the_background(made, s3):
 def test_the_cache_stays_below_its_size(made, monkeypatch, here):
     without_filling(monkeypatch)
     some = loader(made)
-    stored = some.sources[0].dataset.tokens.stored
+    stored = some.sources[0].dataset.tokens.arrays[0].stored
     stored._cache.limit = limit = 16 * 528
     for step in range(12):
         some.batch(step)
@@ -211,7 +226,7 @@ def test_passing_errors_are_retried(made, s3, here):
 
 def test_a_cache_without_space_is_no_error(made, monkeypatch, capsys, here):
     some = loader(made)
-    stored = some.sources[0].dataset.tokens.stored
+    stored = some.sources[0].dataset.tokens.arrays[0].stored
     stored._cache.folder = Path("/proc/1/none")  # nothing can be made there
     assert_same_batches(some, loader(config(here)), range(2))
     assert capsys.readouterr().err.count("cannot be written") == 1

@@ -121,6 +121,10 @@ class RowCounts:
             yield f"bad rows left out: {self.num_bad:,}; the first: {self.first_bad}"
         if self.num_blank:
             yield f"documents without visible characters left out: {self.num_blank:,}"
+        yield from self.left_out()
+
+    def left_out(self) -> Iterator[str]:
+        """Yield a line about the members of each tar file that were not read."""
         for path, members in self.members.items():
             if members:
                 yield f"{path}: members not read: {members}"

@@ -1,34 +1,33 @@
 """Convert tokens between formats in bounded memory: `python -m jaxpar.data convert`."""
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+from msgspec import structs
 
 from jaxpar.config import ConfigError
 from jaxpar.config.options import check_ranges
 from jaxpar.config.rules.paths import check_path
 from jaxpar.data.formats import bin_file, megatron
 from jaxpar.data.formats.meta import (
+    COUNTS_FILE,
     MAX_VOCAB_SIZE,
     META_FILE,
     NO_TOKENIZER,
     TRAIN,
     VAL,
     Meta,
-    SplitMeta,
-    meta_to_json,
-    token_dtype,
+    Part,
 )
-from jaxpar.data.formats.token_file import chunks
 from jaxpar.data.formats.tokens import TokenDataset
-from jaxpar.data.formats.writer import SplitWriter, unigram_entropy, whole_folder
+from jaxpar.data.formats.writer import SplitWriter, whole_folder, write_meta
 from jaxpar.data.options import ConvertOptions
 from jaxpar.data.prepare.progress import PreparationProgress
 from jaxpar.data.sources import check_made_by, open_tokens
-from jaxpar.data.tokenizer import Tokenizer, open_tokenizer
+from jaxpar.data.stream.tokens import StreamedTokens
+from jaxpar.data.tokenizer import NoTokenizer, Tokenizer, load_tokenizer, open_tokenizer
 from jaxpar.runtime.files import atomic
 
 
@@ -44,8 +43,10 @@ def convert(options: ConvertOptions, progress: PreparationProgress | None = None
     inputs = _opened("--input", options.input, options.split, options, tokenizer)
     if options.to == "jaxpar":
         _write_folder(options, inputs, tokenizer, progress)
+    elif options.to == "manifest":
+        _write_manifest(options, inputs)
     elif options.held_out:
-        rule, fix = f"needs --to jaxpar, not {options.to}", "convert it separately"
+        rule, fix = f"needs --to jaxpar or manifest, not {options.to}", "convert it separately"
         raise ConfigError("--held-out", options.held_out[0], rule, fix)
     else:
         _write_files(options, inputs, _vocab_size(inputs, tokenizer), progress)
@@ -73,7 +74,7 @@ def _opened(
     if not paths:
         raise ConfigError("--input", "", "must name tokens to read", "use --input data/stdlib")
     eos_id = options.eos_id if tokenizer is None else tokenizer.eos_id
-    marked = options.to in ("jaxpar", "megatron")
+    marked = options.to in ("jaxpar", "megatron", "manifest")
     datasets = []
     for path in paths:
         try:
@@ -85,11 +86,11 @@ def _opened(
                 fix = "use --split train" if option == "--input" else "use one that has tokens"
             raise ConfigError(option, error.value, error.rule, fix) from error
         if marked and not dataset.knows_documents:
-            rule = f"is needed: {dataset.file} does not mark the ends of documents"
+            rule = f"is needed: {dataset.files[0]} does not mark the ends of documents"
             raise ConfigError("--eos-id", None, rule, "use --eos-id 50256 for GPT-2's tokens")
         if tokenizer is not None:
             check_made_by(tokenizer, options.tokenizer or "", dataset)
-        if dataset.targets is not None:
+        if dataset.targets is not None and options.to != "manifest":
             rule = "is chat data, and convert does not keep its targets"
             raise ConfigError(option, str(path), rule, "use the folder as it is")
         datasets.append(dataset)
@@ -99,25 +100,19 @@ def _opened(
 def _checked_chunks(dataset: TokenDataset) -> Iterator[np.ndarray]:
     """Yield all tokens in order.
 
-    Raises:   ConfigError for a token outside the vocabulary, and at the end if the hash of the
-              tokens differs from the input's meta.json.
+    Raises:   ConfigError for a token outside the vocabulary, and at the end of a part that differs
+              from the input's meta.json.
     """
-    digest = hashlib.sha256()
-    for start, chunk in chunks(dataset.tokens):
-        if (most := int(chunk.max())) >= dataset.vocab_size:
-            place = dataset.place(start + int(np.argmax(chunk)))
-            rule = f"{place} is {most}, outside the vocabulary of {dataset.vocab_size:,}"
-            fix = "copy it again, or prepare it again"
-            raise ConfigError("--input", str(dataset.path), rule, fix)
-        if dataset.meta is not None:
-            digest.update(chunk)
-        yield chunk
-    if dataset.meta is not None:
-        recorded = dataset.meta.splits[dataset.split].sha256
-        try:
-            dataset.check_hash(dataset.file, digest.hexdigest(), recorded)
-        except ConfigError as error:
-            raise ConfigError("--input", error.value, error.rule, error.fix) from error
+    try:
+        for start, chunk in dataset.checked_chunks():
+            if (most := int(chunk.max())) >= dataset.vocab_size:
+                place = dataset.place(start + int(np.argmax(chunk)))
+                rule = f"{place} is {most}, outside the vocabulary of {dataset.vocab_size:,}"
+                fix = "copy it again, or prepare it again"
+                raise ConfigError("--input", str(dataset.path), rule, fix)
+            yield chunk
+    except ConfigError as error:
+        raise ConfigError("--input", error.value, error.rule, error.fix) from error
 
 
 def _vocab_size(inputs: Sequence[TokenDataset], tokenizer: Tokenizer | None) -> int:
@@ -146,32 +141,77 @@ def _write_folder(
         fix = "check the dtype of the input, and --eos-id"
         raise ConfigError("--input", " ".join(options.input), rule, fix)
     with whole_folder(options.output, options.overwrite) as folder:
-        splits, entropy = {}, 0.0
-        for split, datasets in ((TRAIN, inputs), (VAL, held_out)):
-            writer = SplitWriter(folder, split, vocab_size, eos_id)
-            splits[split] = _copy(datasets, writer, progress)
-            if split == TRAIN:
-                entropy = unigram_entropy(writer.token_counts)
-        meta = Meta(
-            dtype=token_dtype(vocab_size).name,
-            vocab_size=vocab_size,
-            eos_id=eos_id,
-            eos_token=tokenizer.eos_token if tokenizer else "",
-            tokenizer=tokenizer.kind if tokenizer else NO_TOKENIZER,
-            tokenizer_fingerprint=tokenizer.fingerprint if tokenizer else "",
-            unigram_entropy=entropy,
+        known = tokenizer or NoTokenizer(vocab_size, eos_id)
+        writers = {split: SplitWriter(folder, split, vocab_size, eos_id) for split in (TRAIN, VAL)}
+        splits = {
+            TRAIN: [_copy(inputs, writers[TRAIN], progress)],
+            VAL: [_copy(held_out, writers[VAL], progress)],
+        }
+        named, counts = (*options.input, *options.held_out), writers[TRAIN].token_counts
+        write_meta(folder, known, counts, splits, inputs=named, holdout=0.0)
+
+
+def _write_manifest(options: ConvertOptions, inputs: Sequence[TokenDataset]) -> None:
+    """Write a folder whose parts are the files of prepared folders, which stay where they are."""
+    check_path("--output", options.output, "use a folder of this computer")
+    held_out: list[TokenDataset] = []
+    if options.held_out:
+        held_out = _opened("--held-out", options.held_out, VAL, options, None)
+    metas = [_prepared(dataset) for dataset in (*inputs, *held_out)]
+    same = ("vocab_size", "eos_id", "tokenizer_fingerprint", "kind", "template")
+    for name in same:
+        if len({getattr(meta, name) for meta in metas}) > 1:
+            rule = f"have different values of {name} in their {META_FILE}"
+            fix = "prepare them with the same options"
+            raise ConfigError("--input", " ".join(options.input), rule, fix)
+    first = metas[0]
+    known: Tokenizer | NoTokenizer = NoTokenizer(first.vocab_size, first.eos_id)
+    if first.tokenizer != NO_TOKENIZER:
+        known = load_tokenizer(inputs[0].path)
+    splits = {
+        split: [
+            structs.replace(part, name=str((dataset.path / part.name).resolve()))
+            for dataset in datasets
+            for part in dataset.parts
+        ]
+        for split, datasets in ((TRAIN, inputs), (VAL, held_out))
+    }
+    with whole_folder(options.output, options.overwrite) as folder:
+        write_meta(
+            folder,
+            known,
+            np.sum([_counts(dataset, first.vocab_size) for dataset in inputs], axis=0),
+            splits,
             inputs=(*options.input, *options.held_out),
             holdout=0.0,
-            splits=splits,
+            kind=first.kind,
+            template=first.template,
         )
-        if tokenizer is not None:
-            tokenizer.save(folder)
-        (folder / META_FILE).write_text(meta_to_json(meta), "utf-8")
+
+
+def _prepared(dataset: TokenDataset) -> Meta:
+    """Return the meta.json of files that a manifest can name. Raises: ConfigError."""
+    meta = dataset.meta
+    if meta is None or meta.of_version_1 or isinstance(dataset.tokens.arrays[0], StreamedTokens):
+        rule, fix = "is no folder of tokens of this version", "use --to jaxpar, which copies"
+        raise ConfigError("--input", str(dataset.path), rule, fix)
+    return meta
+
+
+def _counts(dataset: TokenDataset, vocab_size: int) -> np.ndarray:
+    """Return how often each token is in a split: int64 [vocab_size]."""
+    path = dataset.path / COUNTS_FILE
+    if dataset.split == TRAIN and path.is_file():
+        return np.load(path, allow_pickle=False)
+    counts = np.zeros(vocab_size, np.int64)
+    for chunk in _checked_chunks(dataset):
+        counts += np.bincount(chunk, minlength=vocab_size)
+    return counts
 
 
 def _copy(
     datasets: Sequence[TokenDataset], writer: SplitWriter, progress: PreparationProgress
-) -> SplitMeta:
+) -> Part:
     total = sum(dataset.tokens.nbytes for dataset in datasets)
     for dataset in datasets:
         before = writer.num_tokens
@@ -238,7 +278,7 @@ def _offsets(inputs: Sequence[TokenDataset]) -> np.ndarray:
 
 
 def _check_outputs(files: list[Path], inputs: Sequence[TokenDataset], overwrite: bool) -> None:
-    read = {dataset.file.resolve() for dataset in inputs}
+    read = {file.resolve() for dataset in inputs for file in dataset.files}
     for file in files:
         if file.resolve() in read:
             raise ConfigError("--output", str(file), "is an input", "use another file")

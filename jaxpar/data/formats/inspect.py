@@ -16,7 +16,6 @@ from jaxpar.data.formats.meta import (
     parts_file,
     read_meta,
     starts_file,
-    targets_file,
 )
 from jaxpar.data.formats.token_file import Sliced, chunks
 from jaxpar.data.formats.tokens import TokenDataset
@@ -81,19 +80,16 @@ def _check_hash(dataset: TokenDataset) -> None:
     """Raise ConfigError if tokens, targets or documents differ from the hashes in meta.json."""
     if dataset.meta is None:
         return  # has been read completely, and has no recorded hash
-    sizes = dataset.meta.splits[dataset.split]
-    if isinstance(dataset.tokens, StreamedTokens):
-        tokens = dataset.tokens
+    tokens = dataset.tokens.arrays[0]
+    if isinstance(tokens, StreamedTokens):
         for name, stored in (
             (parts_file(dataset.split), tokens.parts),
             (starts_file(dataset.split), tokens.starts),
         ):
-            recorded = tokens.index.sha256.get(name, "")
-            dataset.check_hash(dataset.path / name, _hash(stored), recorded)
-    dataset.check_hash(dataset.file, _hash(dataset.tokens), sizes.sha256)
-    if dataset.targets is not None:
-        marks = dataset.path / targets_file(dataset.split)
-        dataset.check_hash(marks, _hash(dataset.targets), sizes.targets_sha256)
+            dataset.check_hash(name, _hash(stored), tokens.index.sha256.get(name, ""))
+    for _ in dataset.checked_chunks():
+        pass
+    dataset.check_targets()
     dataset.check_offsets()
 
 
@@ -107,9 +103,10 @@ def _hash(stored: Sliced) -> str:
 
 def _stored(dataset: TokenDataset) -> str:
     """Return how the tokens of a dataset are stored."""
-    tokens = dataset.tokens
+    tokens = dataset.tokens.arrays[0]
     if not isinstance(tokens, StreamedTokens):
-        return f"stored as {tokens.dtype.name}"
+        count = len(dataset.files)
+        return f"stored as {tokens.dtype.name}" + f" in {count:,} parts" * (count > 1)
     files = tokens.index.files
     num_bytes = sum(file.size for file in files)
     return f"tokenized from {len(files):,} files of {size(num_bytes)} when they are read"

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO, NamedTuple
 from jaxpar.data.formats.compressed import (
     MAX_LINE_BYTES,
     READ_BYTES,
+    SKIP,
     RowCounts,
     bad_row,
     decompressed,
@@ -33,13 +34,22 @@ class JsonText(NamedTuple):
     """First byte, in the decompressed file."""
 
 
-def json_records(file: BinaryIO, path: Path, rows: RowCounts) -> Generator[tuple[JsonText, Any]]:
+class LineSpan(NamedTuple):
+    """Bytes of a file of lines: those lines that begin in it."""
+
+    start: int
+    end: int
+
+
+def json_records(
+    file: BinaryIO, path: Path, rows: RowCounts, span: LineSpan | None = None
+) -> Generator[tuple[JsonText, Any]]:
     """Yield the values of a JSON file with their texts; blank lines are skipped.
 
-    Args:     rows: counts what is no JSON, or raises it.
+    Args:     rows: counts what is no JSON, or raises it. span: the lines to read; None: all.
     Raises:   ConfigError for a file that cannot be read, or a bad row.
     """
-    for text in json_texts(file, path, rows):
+    for text in json_texts(file, path, rows, span):
         try:
             value = json.loads(text.data.decode("utf-8"))
         except (ValueError, RecursionError) as error:
@@ -49,7 +59,9 @@ def json_records(file: BinaryIO, path: Path, rows: RowCounts) -> Generator[tuple
         yield text, value
 
 
-def json_texts(file: BinaryIO, path: Path, rows: RowCounts) -> Iterator[JsonText]:
+def json_texts(
+    file: BinaryIO, path: Path, rows: RowCounts, span: LineSpan | None = None
+) -> Iterator[JsonText]:
     """Yield the texts of the values of a JSON file in order, without parsing lines.
 
     A file is an array if it begins with "[", has indented values if its first line ends within an
@@ -58,7 +70,10 @@ def json_texts(file: BinaryIO, path: Path, rows: RowCounts) -> Iterator[JsonText
     Raises:   as `json_records`, but lines may be no JSON.
     """
     with decompressed(file, path) as stream:
-        lines = _lines(stream, path, rows)
+        lines = _lines(stream, path, rows, span)
+        if span is not None:
+            yield from lines
+            return
         first = next(lines, None)
         if first is None:
             return
@@ -74,6 +89,13 @@ def json_texts(file: BinaryIO, path: Path, rows: RowCounts) -> Iterator[JsonText
             return
         yield first
         yield from itertools.chain([] if second is None else [second], lines)
+
+
+def has_lines(path: Path) -> bool:
+    """Return whether a file, uncompressed, has an object in each line, so that it can be cut."""
+    with path.open("rb") as file:
+        first = next(_lines(file, path, RowCounts(SKIP)), None)
+    return first is not None and first.data.lstrip()[:1] == b"{" and _is_value(first.data)
 
 
 def json_text(value: Any, field: str, where: str) -> str:
@@ -105,17 +127,27 @@ def _is_value(text: bytes) -> bool:
     return True
 
 
-def _lines(stream: BinaryIO, path: Path, rows: RowCounts) -> Iterator[JsonText]:
+def _lines(
+    stream: BinaryIO, path: Path, rows: RowCounts, span: LineSpan | None = None
+) -> Iterator[JsonText]:
     """Yield the lines that are not blank. The first may be the beginning of a long array."""
     end, first = 0, True
+    if span is not None and span.start:
+        end = stream.seek(span.start - 1)
+        while (line := stream.readline(READ_BYTES)) and not line.endswith(b"\n"):
+            end += len(line)
+        end += len(line)
     for number in itertools.count(1):
+        if span is not None and end >= span.end:
+            return
         start, line = end, stream.readline(MAX_LINE_BYTES + 1)
         if not line:
             return
         end += len(line)
-        if number == 1:
+        if start == 0:
             start += len(line) - len(line := line.removeprefix(codecs.BOM_UTF8))
-        text = JsonText(f"{path}:{number}", line, start)
+        where = f"{path}, byte {start:,}" if span is not None and span.start else f"{path}:{number}"
+        text = JsonText(where, line, start)
         if len(line) > MAX_LINE_BYTES and not (first and line.lstrip()[:1] == b"["):
             rule = f"is longer than {MAX_LINE_BYTES:,} bytes"
             rows.bad(bad_row(text.where, rule, "remove the line, or split its document"))

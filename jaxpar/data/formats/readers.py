@@ -22,7 +22,7 @@ from jaxpar.data.formats.compressed import (
     decompressed,
     input_error,
 )
-from jaxpar.data.formats.json_file import json_records, json_text
+from jaxpar.data.formats.json_file import LineSpan, json_records, json_text
 
 #: Maximum characters passed to a tokenizer at once. Limits the memory, not the documents.
 PIECE_CHARS = 1 << 20
@@ -72,6 +72,8 @@ class ReadOptions:
     """Whether most bytes of a tar file may be members that are not read."""
     rows: RowCounts = field(default_factory=RowCounts)
     """Counts the bad rows, or raises them."""
+    span: LineSpan | None = None
+    """The lines of a JSON file to read. None: all."""
 
 
 def read_text(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piece]:
@@ -129,7 +131,7 @@ def in_bytes(pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 def read_jsonl(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piece]:
     """Read the documents of a JSON file, which may be compressed, by its name."""
-    for found, value in json_records(file, path, options.rows):
+    for found, value in json_records(file, path, options.rows, options.span):
         record = Record(JSON_OBJECT, found.start, len(found.data))
         try:
             text = json_text(value, options.text_field, found.where)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxpar.config import ConfigError
+from jaxpar.data.formats.arrays import MappedArray
 from jaxpar.runtime.files import atomic
 
 #: Tokens to read at a time.
@@ -30,15 +31,9 @@ class TokenFile:
     document_offsets: np.ndarray | None
     """int64 [documents + 1], increasing from 0 to num_tokens. None: documents are not marked."""
 
-    def tokens(self) -> np.ndarray:
+    def tokens(self) -> MappedArray:
         """Return the tokens, memory-mapped."""
-        shape, start = (self.num_tokens,), self.header_bytes
-        return np.memmap(self.path, self.dtype, "r", offset=start, shape=shape)
-
-    def place(self, token: int) -> str:
-        """Return the place of a token, for an error."""
-        at = self.header_bytes + token * self.dtype.itemsize
-        return f"token {token:,} of {self.path} (byte {at:,})"
+        return MappedArray(self.path, self.dtype, self.num_tokens, self.header_bytes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,11 +77,12 @@ def _read(file: TokenFile, eos_id: int | None) -> Scan:
     digest = hashlib.sha256()
     largest, largest_at, odd = -1, 0, 0
     ends: list[np.ndarray] = []
-    for start, chunk in chunks(file.tokens()):
+    tokens = file.tokens()
+    for start, chunk in chunks(tokens):
         digest.update(chunk)
         if chunk.dtype.kind == "i" and chunk.min() < 0:
             at = int(np.argmax(chunk < 0))
-            rule = f"{file.place(start + at)} is {chunk[at]}, but tokens cannot be negative"
+            rule = f"{tokens.place(start + at)} is {chunk[at]}, but tokens cannot be negative"
             raise ConfigError("data.path", str(file.path), rule, "copy the file again")
         if (most := int(chunk.max())) > largest:
             largest, largest_at = most, start + int(np.argmax(chunk))

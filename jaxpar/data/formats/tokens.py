@@ -1,8 +1,7 @@
-"""Memory-mapped splits of dataset folders, which open without reading the tokens."""
+"""Splits of dataset folders, which open without reading the tokens."""
 
-import abc
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxpar.config import ConfigError
+from jaxpar.data.formats.arrays import DocumentOffsets, Joined, MappedArray, WindowedArray
+from jaxpar.data.formats.identity import StreamHash
 from jaxpar.data.formats.meta import (
     META_FILE,
     PREPARE,
@@ -18,53 +19,20 @@ from jaxpar.data.formats.meta import (
     TEST,
     TRAIN,
     Meta,
-    SplitMeta,
+    Part,
     documents_file,
     parts_file,
     read_meta,
     targets_file,
     tokens_file,
 )
+from jaxpar.data.formats.token_file import chunks
 
 if TYPE_CHECKING:
     from jaxpar.data.stored import StoredFolder
 
 #: Datasets of stores that this process has opened, by the folder of the copy of their small files.
 STORED: "dict[Path, StoredFolder]" = {}
-
-
-class WindowedArray(abc.ABC):
-    """Integers [N] that are not in memory. A slice is an array, and is read as one stretch."""
-
-    dtype: np.dtype
-    _length: int
-
-    @abc.abstractmethod
-    def place(self, token: int) -> str:
-        """Return the place of an element, for an error."""
-
-    @abc.abstractmethod
-    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Return stretches of the array: [N, length].
-
-        Args:     starts: int64 [N]; start + length is at most the length of the array.
-        """
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return self._length * self.dtype.itemsize
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, key: int | slice) -> np.ndarray:
-        if not isinstance(key, slice):
-            return self.windows(np.array([range(self._length)[key]]), 1)[0, 0]
-        first, end, step = key.indices(self._length)
-        found: np.ndarray = self.windows(np.array([first]), max(end - first, 0))[0, ::step]
-        return found
-
 
 #: Documents to check for a common beginning.
 LOOKED_AT = 16
@@ -84,17 +52,18 @@ class TokenDataset:
     """One more than the largest token id that may occur."""
     fingerprint: str
     """Identity of the data, independent of its location."""
-    tokens: "np.ndarray | WindowedArray"
-    """Unsigned or signed integers [num_tokens], memory-mapped; or tokenized, or read from a store,
-    when they are needed."""
-    document_offsets: np.ndarray
+    tokens: Joined
+    """Unsigned or signed integers [num_tokens]: the parts in a row. They are memory-mapped; or
+    tokenized, or read from a store, when they are needed."""
+    document_offsets: DocumentOffsets
     """int64 [num_documents + 1]: increasing from 0 to num_tokens."""
-    file: Path
-    """File of the tokens, which start after header_bytes."""
-    header_bytes: int = 0
+    files: tuple[Path, ...]
+    """The file of the tokens of each part."""
     meta: Meta | None = None
     """Contents of meta.json, in a folder that has it."""
-    targets: "np.ndarray | WindowedArray | None" = None
+    parts: tuple[Part, ...] = ()
+    """What it says about the parts, in a folder that has it."""
+    targets: Joined | None = None
     """uint8 [num_tokens], like tokens: 1 for tokens in the loss. None: all tokens."""
     knows_documents: bool = True
     """Whether documents are marked. If not, all tokens are one document."""
@@ -119,26 +88,27 @@ class TokenDataset:
             if split == TEST:
                 fix = "prepare it with --split 98,1,1, or use --evaluation.split val"
             raise ConfigError("data.path", str(folder), f"has an empty {split} split", fix)
-        streamed = (folder / STREAM_FILE).is_file()
-        known = None if streamed else _map_tokens(folder, split, meta)
-        offsets = _map_offsets(folder, split, sizes)
-        tokens: np.ndarray | WindowedArray
-        if known is None:
+        parts = tuple(part for part in sizes.parts if part.num_tokens)
+        streamed, tokens = (folder / STREAM_FILE).is_file(), list[WindowedArray]()
+        if not streamed:
+            dtype = np.dtype(meta.dtype).newbyteorder("<")
+            tokens = [_map(folder, tokens_file(p.name), dtype, p, p.sha256) for p in parts]
+        offsets = [_map_offsets(folder, part) for part in parts]
+        if streamed:
             from jaxpar.data.stream.tokens import StreamedTokens
 
-            tokens = StreamedTokens.open(folder, split, meta, workers, offsets)
-        else:
-            tokens = known
+            tokens = [StreamedTokens.open(folder, split, meta, workers, offsets[0])]
         found = cls(
             path=folder,
             split=split,
             vocab_size=meta.vocab_size,
             fingerprint=meta.fingerprint,
-            tokens=tokens,
-            document_offsets=offsets,
-            file=folder / (parts_file if streamed else tokens_file)(split),
+            tokens=Joined(tokens),
+            document_offsets=DocumentOffsets(offsets),
+            files=tuple(folder / (parts_file if streamed else tokens_file)(p.name) for p in parts),
             meta=meta,
-            targets=_map_targets(folder, split, sizes),
+            parts=parts,
+            targets=_map_targets(folder, parts) if sizes.has_targets else None,
         )
         if folder in STORED:  # perhaps copied by another program, or through a proxy
             found.check_offsets()
@@ -169,20 +139,56 @@ class TokenDataset:
         num_bytes = self.meta.splits[self.split].num_bytes if self.meta else 0
         return num_bytes / self.num_tokens if num_bytes else None
 
-    def check_hash(self, file: Path, found: str, recorded: str) -> None:
-        """Raise ConfigError("data.path", ...) if a file's hash differs from the recorded one."""
+    def check_hash(self, file: str, found: str, recorded: str, kind: str = "sha256") -> None:
+        """Raise ConfigError("data.path", ...) if a hash differs from the recorded one."""
         if found != recorded:
-            rule = f"{file} has sha256 {found[:16]}, but {META_FILE} records {recorded[:16]}"
+            path = self.path / file
+            rule = f"{path} has {kind} {found[:16]}, but {META_FILE} records {recorded[:16]}"
             fix = "copy the folder again, or prepare it again"
             raise ConfigError("data.path", str(self.path), rule, fix)
 
     def check_offsets(self) -> None:
         """Raise ConfigError("data.path", ...) if document offsets differ from meta.json."""
-        if self.meta is not None:
-            recorded = self.meta.splits[self.split].documents_sha256
-            offsets = np.ascontiguousarray(self.document_offsets, "<i8")
-            file = self.path / documents_file(self.split)
-            self.check_hash(file, hashlib.sha256(offsets).hexdigest(), recorded)
+        for part, offsets in zip(self.parts, self.document_offsets.parts, strict=False):
+            file, stored = documents_file(part.name), np.ascontiguousarray(offsets, "<i8")
+            found = hashlib.sha256(stored).hexdigest()
+            self.check_hash(file, found, part.documents_sha256)
+            self._check_stream(file, np.diff(stored), part.documents_hash)
+
+    def checked_chunks(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield chunks of all tokens in order, each with the index of its first token.
+
+        Raises:   ConfigError("data.path", ...) at the end of a part that differs from meta.json.
+        """
+        before = 0
+        for number, array in enumerate(self.tokens.arrays):
+            sha256, stream = hashlib.sha256(), StreamHash()
+            for start, chunk in chunks(array):
+                if self.parts:
+                    sha256.update(chunk)
+                    stream.update(chunk)
+                yield before + start, chunk
+            before += len(array)
+            if self.parts:
+                part, file = self.parts[number], str(self.files[number])
+                self.check_hash(file, sha256.hexdigest(), part.sha256)
+                self._check_stream(file, stream, part.tokens_hash)
+
+    def check_targets(self) -> None:
+        """Raise ConfigError("data.path", ...) if the targets differ from meta.json."""
+        arrays = self.targets.arrays if self.targets else ()
+        for part, array in zip(self.parts, arrays, strict=False):
+            file, marks = targets_file(part.name), array[:]
+            self.check_hash(file, hashlib.sha256(marks).hexdigest(), part.targets_sha256)
+            self._check_stream(file, marks, part.targets_hash)
+
+    def _check_stream(self, file: str, found: "StreamHash | np.ndarray", recorded: str) -> None:
+        if not recorded:  # of version 1
+            return
+        stream = StreamHash() if isinstance(found, np.ndarray) else found
+        if isinstance(found, np.ndarray):
+            stream.update(found)
+        self.check_hash(file, stream.hex(), recorded, "the hash of a stream")
 
     def begins_with(self, ids: Sequence[int]) -> bool:
         """Return whether documents start with these ids, from the first few documents."""
@@ -194,64 +200,45 @@ class TokenDataset:
 
         Args:     starts: int64 [N], first tokens; start + length is at most num_tokens.
         """
-        return windows(self.tokens, starts, length)
+        return self.tokens.windows(starts, length).astype(np.int32)
 
     def place(self, token: int) -> str:
         """Return the place of a token, for an error."""
-        if not isinstance(self.tokens, np.ndarray):
-            return self.tokens.place(token)
-        at = self.header_bytes + token * self.tokens.dtype.itemsize
-        return f"token {token:,} of {self.file} (byte {at:,})"
+        return self.tokens.place(token)
 
 
-def windows(values: np.ndarray | WindowedArray, starts: np.ndarray, length: int) -> np.ndarray:
-    """Return stretches of an array: int32 [N, length]."""
-    if not isinstance(values, np.ndarray):
-        return values.windows(starts, length).astype(np.int32)
-    return np.stack([values[start : start + length] for start in starts]).astype(np.int32)
-
-
-def _map_tokens(folder: Path, split: str, meta: Meta) -> np.ndarray | WindowedArray:
-    path, dtype = folder / tokens_file(split), np.dtype(meta.dtype).newbyteorder("<")
-    expected = meta.splits[split].num_tokens * dtype.itemsize
+def _map(folder: Path, name: str, dtype: np.dtype, part: Part, sha256: str) -> WindowedArray:
+    """Map a file with a number for each token of a part."""
+    path, expected = folder / name, part.num_tokens * dtype.itemsize
     if stored := STORED.get(folder):
-        return stored.array(path.name, dtype, expected, meta.splits[split].sha256)
+        return stored.array(name, dtype, expected, sha256)
     found = path.stat().st_size if path.is_file() else None
     if found != expected:
         state = "is missing" if found is None else f"has {found:,} bytes"
-        raise _damaged(folder, f"{path} {state}, but meta.json records {expected:,} bytes")
-    return np.memmap(path, dtype, mode="r")
+        raise _damaged(folder, f"{path} {state}, but {META_FILE} records {expected:,} bytes")
+    return MappedArray(path, dtype, part.num_tokens)
 
 
-def _map_targets(folder: Path, split: str, sizes: SplitMeta) -> np.ndarray | WindowedArray | None:
-    if not sizes.targets_sha256:
-        return None
-    path = folder / targets_file(split)
-    if stored := STORED.get(folder):
-        of = np.dtype(np.uint8), sizes.num_tokens, sizes.targets_sha256
-        return stored.array(path.name, *of)
-    found = path.stat().st_size if path.is_file() else None
-    if found != sizes.num_tokens:
-        state = "is missing" if found is None else f"has {found:,} bytes"
-        raise _damaged(folder, f"{path} {state}, but there are {sizes.num_tokens:,} tokens")
-    return np.memmap(path, np.uint8, mode="r")
+def _map_targets(folder: Path, parts: Sequence[Part]) -> Joined:
+    byte = np.dtype(np.uint8)
+    return Joined([_map(folder, targets_file(p.name), byte, p, p.targets_sha256) for p in parts])
 
 
-def _map_offsets(folder: Path, split: str, sizes: SplitMeta) -> np.ndarray:
-    path = folder / documents_file(split)
+def _map_offsets(folder: Path, part: Part) -> np.ndarray:
+    path = folder / documents_file(part.name)
     try:
         offsets = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # for a damaged header, NumPy raises errors of several kinds
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
             raise  # which may be transient
         raise _damaged(folder, f"{path} cannot be read ({error})") from error
-    if offsets.shape != (sizes.num_documents + 1,) or offsets.dtype != np.int64:
-        expected = f"int64 [{sizes.num_documents + 1}]"
+    if offsets.shape != (part.num_documents + 1,) or offsets.dtype != np.int64:
+        expected = f"int64 [{part.num_documents + 1}]"
         found = f"{offsets.dtype} {list(offsets.shape)}"
         raise _damaged(folder, f"{path} has {found}, not {expected}")
-    if (offsets[0], offsets[-1]) != (0, sizes.num_tokens):
+    if (offsets[0], offsets[-1]) != (0, part.num_tokens):
         ends = f"{offsets[0]:,} to {offsets[-1]:,}"
-        raise _damaged(folder, f"{path} runs from {ends}, not from 0 to {sizes.num_tokens:,}")
+        raise _damaged(folder, f"{path} runs from {ends}, not from 0 to {part.num_tokens:,}")
     for first in range(0, len(offsets), AT_A_TIME):
         some = offsets[first : first + AT_A_TIME + 1]
         falls = np.flatnonzero(some[1:] < some[:-1])

@@ -3,22 +3,25 @@
 import hashlib
 import shutil
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxpar.config import ConfigError
 from jaxpar.config.rules.paths import check_path, is_address
-from jaxpar.data.formats.compressed import RowCounts
+from jaxpar.data.formats.identity import StreamHash
 from jaxpar.data.formats.meta import (
-    DATASET_FILES,
+    COUNTS_FILE,
+    FORMAT,
     META_FILE,
     Meta,
+    Part,
     SplitMeta,
     documents_file,
+    is_dataset_file,
     meta_to_json,
     targets_file,
     token_dtype,
@@ -26,7 +29,7 @@ from jaxpar.data.formats.meta import (
 )
 from jaxpar.data.formats.readers import Piece
 from jaxpar.data.stored import whole_address
-from jaxpar.data.tokenizer import Tokenizer
+from jaxpar.data.tokenizer import NoTokenizer, Tokenizer
 from jaxpar.runtime.files import atomic
 
 #: Tokens to buffer before a write, so that counting them by vocabulary is efficient.
@@ -44,14 +47,15 @@ class TextPart(NamedTuple):
 
 
 class SplitWriter:
-    """Appends documents to a split, and collects the values of its `SplitMeta`."""
+    """Appends documents to a part of a split, and collects the values of its `Part`."""
 
     def __init__(self, folder: Path, split: str, vocab_size: int, eos_id: int):
         self._folder, self._split, self._eos = folder, split, np.array([eos_id])
         self._dtype = token_dtype(vocab_size)
         self._path = folder / self._file_of(split)
         self._path.touch()
-        self._hash, self._targets_hash = hashlib.sha256(), hashlib.sha256()
+        self._sha256, self._targets_sha256 = hashlib.sha256(), hashlib.sha256()
+        self._hash, self._targets_hash = StreamHash(), StreamHash()
         self._held: list[np.ndarray] = []
         self._held_tokens = 0
         self._offsets = array("q", [0])
@@ -90,9 +94,10 @@ class SplitWriter:
         """
         self._hold(ids)
         self._offsets.append(self.num_tokens)
-        marks = targets.astype(np.uint8).tobytes()
+        marks = targets.astype(np.uint8)
         with (self._folder / targets_file(self._split)).open("ab") as file:
-            file.write(marks)
+            file.write(marks.tobytes())
+        self._targets_sha256.update(marks)
         self._targets_hash.update(marks)
         self.num_targets += int(targets.sum())
 
@@ -103,18 +108,23 @@ class SplitWriter:
         """
         self._offsets.frombytes(np.ascontiguousarray(ends, np.int64).tobytes())
 
-    def close(self) -> SplitMeta:
+    def close(self) -> Part:
         """Write the buffered tokens and the document offsets."""
         self._flush()
-        offsets = np.array(self._offsets, "<i8")
+        offsets, documents_hash = np.array(self._offsets, "<i8"), StreamHash()
+        documents_hash.update(np.diff(offsets))
         np.save(self._folder / documents_file(self._split), offsets)
-        return SplitMeta(
+        return Part(
+            name=self._split,
             num_tokens=self.num_tokens,
             num_documents=len(self._offsets) - 1,
             num_bytes=self.num_bytes,
-            sha256=self._hash.hexdigest(),
-            targets_sha256=self._targets_hash.hexdigest() if self.num_targets else "",
+            sha256=self._sha256.hexdigest(),
             documents_sha256=hashlib.sha256(offsets).hexdigest(),
+            targets_sha256=self._targets_sha256.hexdigest() if self.num_targets else "",
+            tokens_hash=self._hash.hex(),
+            documents_hash=documents_hash.hex(),
+            targets_hash=self._targets_hash.hex() if self.num_targets else "",
         )
 
     def _hold(self, ids: np.ndarray) -> None:
@@ -140,47 +150,38 @@ class SplitWriter:
         self.token_counts += np.bincount(tokens, minlength=len(self.token_counts))
         stored = tokens.astype(self._dtype).tobytes()
         self._store(stored)
-        self._hash.update(stored)
+        self._sha256.update(stored)
+        self._hash.update(tokens)
         self._held, self._held_tokens = [], 0
 
 
 def write_meta(
     folder: Path,
-    tokenizer: Tokenizer,
-    train: SplitWriter,
-    splits: dict[str, SplitMeta],
-    inputs: Sequence[str],
-    holdout: float,
-    test: float = 0.0,
-    kind: str = "",
-    template: str = "",
-    rows: RowCounts | None = None,
+    tokenizer: Tokenizer | NoTokenizer,
+    counts: np.ndarray,
+    splits: Mapping[str, Sequence[Part]],
+    **more: Any,
 ) -> Meta:
-    """Write the last files of a folder made from text: the tokenizer and meta.json.
+    """Write the last files of a folder: the tokenizer, the counts and meta.json.
 
-    Args:     train: writer of the training split, closed.
-              inputs, holdout, test, kind, template: as in `Meta`.
-              rows: the rows that were left out.
+    Args:     counts: int64 [vocab_size], of each token in the training split. splits: the parts of
+              each split. more: other fields of `Meta`.
     Returns:  the contents of meta.json.
     """
     meta = Meta(
+        format=FORMAT,
         dtype=token_dtype(tokenizer.vocab_size).name,
         vocab_size=tokenizer.vocab_size,
         eos_id=tokenizer.eos_id,
         eos_token=tokenizer.eos_token,
         tokenizer=tokenizer.kind,
         tokenizer_fingerprint=tokenizer.fingerprint,
-        unigram_entropy=unigram_entropy(train.token_counts),
-        inputs=tuple(inputs),
-        holdout=holdout,
-        test=test,
-        splits=splits,
-        kind=kind,
-        template=template,
-        bad_rows=rows.num_bad if rows else 0,
-        first_bad_row=rows.first_bad if rows else "",
+        unigram_entropy=unigram_entropy(counts),
+        splits={name: SplitMeta(parts=tuple(parts)) for name, parts in splits.items()},
+        **more,
     )
     tokenizer.save(folder)
+    np.save(folder / COUNTS_FILE, counts)
     (folder / META_FILE).write_text(meta_to_json(meta), "utf-8")
     return meta
 
@@ -209,7 +210,7 @@ def whole_folder(output: str | Path, overwrite: bool) -> Iterator[Path]:
         return
     check_path("--output", str(output), "use a folder of this computer")
     target = Path(output).expanduser().resolve()
-    _check_target(target, overwrite)
+    check_target(target, overwrite)
     staging = atomic.temporary_name(target)
     try:
         staging.mkdir(parents=True)
@@ -218,14 +219,15 @@ def whole_folder(output: str | Path, overwrite: bool) -> Iterator[Path]:
         raise ConfigError("--output", str(output), rule, "use a writable folder") from error
     try:
         yield staging
-        _check_target(target, overwrite)  # another process may have written it
-        _replace(target, staging)
+        check_target(target, overwrite)  # another process may have written it
+        replace_folder(target, staging)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
 
 
-def _replace(target: Path, staging: Path) -> None:
+def replace_folder(target: Path, staging: Path) -> None:
+    """Rename a complete folder to `target`, in place of a dataset that is there."""
     if not target.exists():
         atomic.publish(staging, target)
         return
@@ -240,13 +242,14 @@ def _replace(target: Path, staging: Path) -> None:
     shutil.rmtree(retired, ignore_errors=True)
 
 
-def _check_target(target: Path, overwrite: bool) -> None:
+def check_target(target: Path, overwrite: bool) -> None:
+    """Raise ConfigError("--output", ...) if a folder exists and must not be replaced."""
     if not target.exists():
         return
     if not target.is_dir():
         raise ConfigError("--output", str(target), "is a file", "use a folder")
-    held = sorted(path.name for path in target.iterdir())
-    foreign = [name for name in held if name not in DATASET_FILES]
+    held = [p.relative_to(target).as_posix() for p in sorted(target.rglob("*")) if not p.is_dir()]
+    foreign = [name for name in held if not is_dataset_file(name)]
     if foreign:
         rule = f"contains {foreign[0]!r}, which is not part of a dataset"
         raise ConfigError("--output", str(target), rule, "use a new or empty folder")

@@ -1,6 +1,7 @@
 """Find input files and read their documents, in a fixed order."""
 
 import codecs
+import dataclasses
 import itertools
 import json
 import shlex
@@ -11,8 +12,8 @@ from typing import BinaryIO, NamedTuple
 
 from jaxpar.config import ConfigError
 from jaxpar.data.formats import columns, readers
-from jaxpar.data.formats.compressed import COMPRESSIONS, Kinds, decompressed, reading
-from jaxpar.data.formats.json_file import only_object
+from jaxpar.data.formats.compressed import COMPRESSIONS, Kinds, compression, decompressed, reading
+from jaxpar.data.formats.json_file import LineSpan, has_lines, only_object
 from jaxpar.data.formats.readers import Piece, ReadOptions
 from jaxpar.data.formats.tar_file import read_tar
 from jaxpar.runtime.units import size
@@ -134,6 +135,18 @@ class InputFile(NamedTuple):
     read: Reader
     num_bytes: int
     """Size of the file, compressed or not."""
+    span: LineSpan | None = None
+    """The lines of a JSON file to read. None: all."""
+
+    def part(self, start: int, end: int) -> "InputFile":
+        """Return the lines that begin in these bytes."""
+        return self._replace(num_bytes=end - start, span=LineSpan(start, end))
+
+    @property
+    def can_be_cut(self) -> bool:
+        """Whether lines of it can be read alone."""
+        known = self.read is readers.read_jsonl and not compression(self.path)
+        return known and has_lines(self.path)
 
 
 class Wanted(NamedTuple):
@@ -219,11 +232,13 @@ def read_pieces(sources: Sequence[InputFile], options: ReadOptions) -> Iterator[
     Raises:   ConfigError that names an unreadable file and line.
     """
     before = 0
-    for number, (path, read, num_bytes) in enumerate(sources):
+    for number, (path, read, num_bytes, span) in enumerate(sources):
+        options = dataclasses.replace(options, span=span)
+        start = span.start if span else 0
         with reading(path), path.open("rb") as file:
             for piece in read(file, path, options):
                 options.rows.num_good += piece.last
-                yield piece._replace(position=before + piece.position, file=number)
+                yield piece._replace(position=before + piece.position - start, file=number)
         before += num_bytes
 
 

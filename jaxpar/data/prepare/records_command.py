@@ -6,28 +6,22 @@ A pair is two documents: the chosen and the rejected one. Pairs of one prompt ar
 import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxpar.config import ConfigError
 from jaxpar.data.formats.compressed import BadRow, RowCounts, reading
 from jaxpar.data.formats.json_file import json_records
-from jaxpar.data.formats.meta import PAIRS, TRAIN, Meta
-from jaxpar.data.formats.writer import SplitWriter, whole_folder, write_meta
+from jaxpar.data.formats.meta import PAIRS, Meta
 from jaxpar.data.options import PrepareChatOptions, PreparePairsOptions
 from jaxpar.data.prepare.chat import ChatEncoder, Conversation, check_messages
 from jaxpar.data.prepare.documents import InputFile, Wanted, find_sources
+from jaxpar.data.prepare.encoding import encoded
 from jaxpar.data.prepare.pairs import encode_pair, read_pair
+from jaxpar.data.prepare.parts import Report, Task, WrittenPart, prepare_parts
 from jaxpar.data.prepare.progress import PreparationProgress
-from jaxpar.data.prepare.splits import (
-    Borders,
-    Shares,
-    check_no_split_is_empty,
-    find_borders,
-    in_words,
-    place_of,
-    shares_of,
-)
+from jaxpar.data.prepare.splits import Borders, find_borders, place_of, shares_of
 from jaxpar.data.tokenizer import Tokenizer, open_tokenizer
 
 
@@ -54,36 +48,15 @@ def read_records[Value](
     before = 0
     for source in sources:
         with reading(source.path), source.path.open("rb") as file:
-            for text, record in json_records(file, source.path, rows):
+            for text, record in json_records(file, source.path, rows, source.span):
                 try:
                     value = parse(record, text.where)
                 except BadRow as error:
                     rows.bad(error)
                     continue
                 rows.num_good += 1
-                yield value, before + file.tell()
+                yield value, before + file.tell() - (source.span.start if source.span else 0)
         before += source.num_bytes
-
-
-def record_borders(keys: Iterator[str], shares: Shares, progress: PreparationProgress) -> Borders:
-    """Return the borders of the splits.
-
-    Args:     keys: the texts whose hash decides about each record.
-    """
-    borders = find_borders(map(place_of, keys), shares)
-    if line := in_words(borders, shares):
-        progress.log(line)
-    return borders
-
-
-def finish_records(rows: RowCounts, inputs: Sequence[str], progress: PreparationProgress) -> None:
-    """Report the rows that were left out.
-
-    Raises:   ConfigError if these are all rows.
-    """
-    rows.check(" ".join(inputs))
-    for line in rows.lines():
-        progress.log(line)
 
 
 class _Kind(NamedTuple):
@@ -98,6 +71,10 @@ class _Kind(NamedTuple):
     key: Callable[[Any], Any]
     """What decides the split of a record."""
     encode: Callable[[Any, ChatEncoder], Sequence[Conversation]]
+
+    def place(self, record: Any) -> int:
+        """Return the place of a record, which decides its split."""
+        return place_of(json.dumps(self.key(record)))
 
 
 def _kind(options: PrepareChatOptions | PreparePairsOptions) -> _Kind:
@@ -117,57 +94,71 @@ def _kind(options: PrepareChatOptions | PreparePairsOptions) -> _Kind:
 
 def prepare_records(
     options: PrepareChatOptions | PreparePairsOptions, progress: PreparationProgress | None = None
-) -> Meta:
-    """Write a dataset folder.
+) -> Meta | None:
+    """Write a dataset folder, or a part of it.
 
-    Returns:  the contents of its meta.json.
+    Returns:  the contents of its meta.json; None if other parts are missing.
     Raises:   ConfigError that names an option, or an unusable file and line.
     """
-    shares_of(options.holdout, options.split)
-    progress = progress or PreparationProgress()
-    kind = _kind(options)
-    sources = find_json(options.input, kind.fields, progress.log)
-    tokenizer = open_tokenizer(options.tokenizer, options.eos_token)
-    encoder = ChatEncoder(options.template, tokenizer)
-    with whole_folder(options.output, options.overwrite) as folder:
-        return _write(folder, options, kind, sources, encoder, tokenizer, progress)
+    return prepare_parts(RecordCorpus(options), progress or PreparationProgress())
 
 
-def _write(
-    folder: Path,
-    options: PrepareChatOptions | PreparePairsOptions,
-    kind: _Kind,
-    sources: Sequence[InputFile],
-    encoder: ChatEncoder,
-    tokenizer: Tokenizer,
-    progress: PreparationProgress,
-) -> Meta:
-    vocab_size, eos_id = tokenizer.vocab_size, tokenizer.eos_id
-    shares = shares_of(options.holdout, options.split)
-    writers = {split: SplitWriter(folder, split, vocab_size, eos_id) for split in shares.splits}
-    total, rows = sum(source.num_bytes for source in sources), RowCounts(options.on_bad_row)
-    read = functools.partial(read_records, sources, kind.parse)
-    text = lambda record: json.dumps(kind.key(record))  # noqa: E731
-    keys = (text(record) for record, _ in read(RowCounts(options.on_bad_row)))
-    borders = record_borders(keys, shares, progress)
-    for record, position in read(rows):
-        writer = writers[borders.split(place_of(text(record)))]
-        for conversation in kind.encode(record, encoder):
-            writer.append_conversation(*conversation)
-        num_tokens = sum(writer.num_tokens for writer in writers.values())
-        progress.advance(position, total, num_tokens)
-    splits = {split: writer.close() for split, writer in writers.items()}
-    finish_records(rows, options.input, progress)
-    fix = f"use more {kind.plural}"
-    check_no_split_is_empty(splits, shares, options.holdout, options.split, fix)
-    return write_meta(
-        folder,
-        tokenizer,
-        writers[TRAIN],
-        splits,
-        options.input,
-        *shares,
-        kind=kind.name,
-        template=options.template,
-        rows=rows,
-    )
+@dataclass(frozen=True)
+class RecordCorpus:
+    """Conversations or pairs that are prepared, as a `parts.Corpus`."""
+
+    options: PrepareChatOptions | PreparePairsOptions
+    in_one_part = False
+
+    @property
+    def fix(self) -> str:
+        """How to get documents into every split."""
+        return f"use more {_kind(self.options).plural}"
+
+    @property
+    def more(self) -> dict[str, Any]:
+        """Fields of `Meta`."""
+        return {"kind": _kind(self.options).name, "template": self.options.template}
+
+    def files(self, log: Callable[[str], None]) -> list[InputFile]:
+        """Return the files of the input."""
+        return find_json(self.options.input, _kind(self.options).fields, log)
+
+    def tokenizer(self, files: Sequence[InputFile], log: Callable[[str], None]) -> Tokenizer:
+        """Open the tokenizer, and look up the template's tokens."""
+        tokenizer = open_tokenizer(self.options.tokenizer, self.options.eos_token)
+        ChatEncoder(self.options.template, tokenizer)
+        return tokenizer
+
+    def borders(self, files: Sequence[InputFile]) -> Borders:
+        """Return the borders of the splits."""
+        kind, rows = _kind(self.options), RowCounts(self.options.on_bad_row)
+        places = (kind.place(record) for record, _ in read_records(files, kind.parse, rows))
+        return find_borders(places, shares_of(self.options.holdout, self.options.split))
+
+    def write(self, task: Task, folder: Path, report: Report) -> WrittenPart:
+        """Write a part."""
+        options, kind, rows = self.options, _kind(self.options), RowCounts(self.options.on_bad_row)
+        writers = task.writers(folder)
+        items = (
+            (found, found[0], RECORD_CHARS) for found in read_records(task.files, kind.parse, rows)
+        )
+        encode = functools.partial(encode_records, options, task.tokenizer)
+        for (record, position), conversations in encoded(items, encode, task.workers):
+            writer = writers[task.borders.split(kind.place(record))]
+            for conversation in conversations:
+                writer.append_conversation(*conversation)
+            report((position, sum(writer.num_tokens for writer in writers.values())))
+        return WrittenPart.of(writers, rows)
+
+
+#: Characters that a record is taken for, when records are put into batches.
+RECORD_CHARS = 1 << 12
+
+
+def encode_records(
+    options: PrepareChatOptions | PreparePairsOptions, tokenizer: Tokenizer, records: Sequence[Any]
+) -> list[Sequence[Conversation]]:
+    """Return the conversations of records."""
+    kind, encoder = _kind(options), ChatEncoder(options.template, tokenizer)
+    return [kind.encode(record, encoder) for record in records]

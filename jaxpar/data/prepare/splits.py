@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from jaxpar.config import ConfigError
 from jaxpar.data.formats.compressed import RowCounts
-from jaxpar.data.formats.meta import TEST, TRAIN, VAL, SplitMeta
+from jaxpar.data.formats.meta import TEST, TRAIN, VAL
 from jaxpar.data.formats.readers import Piece
 from jaxpar.data.options import HOLDOUT
 
@@ -218,17 +218,17 @@ def _cut(piece: Piece, passed: int, borders: Borders) -> Iterator[SplitPiece]:
 
 
 def check_no_split_is_empty(
-    splits: Mapping[str, SplitMeta], shares: Shares, holdout: float, split: str, fix: str
+    documents: Mapping[str, int], shares: Shares, holdout: float, split: str, fix: str
 ) -> None:
     """Raise ConfigError if a split has a share and no document.
 
-    Args:     holdout, split: the options, of which the error names one. fix: how to get documents
-              into every split.
+    Args:     documents: how many each split has. holdout, split: the options, of which the error
+              names one. fix: how to get documents into every split.
     """
-    found = sum(sizes.num_documents for sizes in splits.values())
+    found = sum(documents.values())
     asked = {TRAIN: 1.0, VAL: shares.val, TEST: shares.test}
-    for name, sizes in splits.items():
-        if asked[name] and not sizes.num_documents:
+    for name, there in documents.items():
+        if asked[name] and not there:
             rule = f"leaves no {_IN_WORDS[name]} document of {found:,}"
             if split:
                 raise ConfigError("--split", split, rule, f"{fix}, or use --split 1,0,0")

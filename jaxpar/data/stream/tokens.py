@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from jaxpar.config import ConfigError
+from jaxpar.data.formats.arrays import WindowedArray
 from jaxpar.data.formats.meta import Meta
-from jaxpar.data.formats.tokens import WindowedArray
 from jaxpar.data.stream.index import (
     PREPARE_AGAIN,
     StreamIndex,

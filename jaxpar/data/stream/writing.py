@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxpar.config import ConfigError
 from jaxpar.data.formats.compressed import READ_BYTES, compression, damaged, import_pyarrow
-from jaxpar.data.formats.meta import SplitMeta, parts_file, starts_file
+from jaxpar.data.formats.meta import Part, parts_file, starts_file
 from jaxpar.data.formats.readers import Piece, read_text
 from jaxpar.data.formats.token_file import sampled_hash
 from jaxpar.data.formats.writer import SplitWriter, TextPart
@@ -277,7 +277,7 @@ class IndexWriter(SplitWriter):
         if len(self._rows) >= FLUSH_ROWS:
             self._write_rows()
 
-    def close(self) -> SplitMeta:
+    def close(self) -> Part:
         """Write what is buffered, and the document offsets."""
         self._write_rows()
         return super().close()
