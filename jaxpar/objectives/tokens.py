@@ -1,7 +1,7 @@
 """Objectives of tokens: the next one, those after it, and a user's loss."""
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ class MultiToken(Objective):
     """The same with that of modules of multi-token prediction; evaluations have the former."""
 
     evaluates = False
+    metrics: ClassVar[dict[str, Metric]] = {"mtp_loss": METRICS["mtp_loss"]}
 
     def head(self, top: Tree, x: jax.Array, mb: Batch, h: Head) -> Sums:
         def loss_of(top: Tree, x: jax.Array, mb: Batch) -> Sums:

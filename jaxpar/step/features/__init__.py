@@ -7,6 +7,7 @@ from jaxpar.config import Config, value_of
 from jaxpar.config.metrics import declare, declare_more
 from jaxpar.config.schema.features import SECTIONS
 from jaxpar.objectives.objective import objective_of
+from jaxpar.objectives.tokens import MultiToken
 from jaxpar.step.feature import Feature
 from jaxpar.step.features.post_updates import OwnPostUpdate, post_updates_of
 
@@ -16,8 +17,8 @@ _by_name: list[Feature] = [m.FEATURE for m in _modules if hasattr(m, "FEATURE")]
 #: In the order in which they act.
 FEATURES: tuple[Feature, ...] = tuple(sorted(_by_name, key=lambda feature: feature.turn))
 
-for _feature in _by_name:
-    declare(_feature.metrics)
+for _one in (*_by_name, *SECTIONS.values(), MultiToken):  # those of objectives come last
+    declare(_one.metrics)
 
 
 def features_of(cfg: Config) -> tuple[Feature, ...]:
