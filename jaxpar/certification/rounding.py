@@ -206,8 +206,11 @@ def in_words(fields: Fields) -> str:
 # ------------------------------------------------------------------------------------- gradients
 
 
-def _trace(cfg: Config, subject: Subject, *, uneven: bool = False) -> Arrays:
+def _trace(cfg: Config, subject: Subject, *, uneven: bool = False, exactly: bool = False) -> Arrays:
+    """Return gradients. Args:     exactly: round wherever the program does."""
     mesh, options = mesh_of(cfg, subject.devices), compile_options(subject.devices)
+    if exactly:
+        options = (options or {}) | {"xla_allow_excess_precision": False}
     batch, changed = [traces.random_batch(cfg)], _uneven if uneven else None
     return traces.mesh_trace(cfg, mesh, batch, 0, options, changed=changed).gradients
 
@@ -255,7 +258,8 @@ def _few_digits(subject: Subject, cfg: Config) -> Iterator[Result]:
         except ConfigError as error:
             yield Result("rounding", name, what, not_run=str(error))
             continue
-        far, where = distances.worst(short_shares(_trace(there, subject)))
+        found = _trace(there, subject, exactly=True)
+        far, where = distances.worst(short_shares(found))
         yield Result("rounding", name, what, far, SHORT, where=where)
 
 
