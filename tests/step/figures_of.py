@@ -273,6 +273,8 @@ def parts_of(name: str) -> list[str]:
 def of_config(name: str, parts: list[str]) -> dict[str, Entries]:
     """Some parts of a config's figures."""
     cfg = load_config(name)
+    if not cfg.model.vocab_size:  # that of the data
+        cfg = replace(cfg, **{"model.vocab_size": 32_000})
     return {part: PARTS[part](cfg) for part in parts_of(name) if part in parts}
 
 
