@@ -225,8 +225,8 @@ def state_errors(
         here, before = found.get(path), start.get(name, np.zeros(right.shape))
         error = np.inf
         if here is not None and here.shape == right.shape:
-            one, other, start_of = (_trained(of, a, zero) for a in (here, right, before))
-            error = change_error(one, other, start_of, updates)
+            here, right, before = (_trained(of, a, zero) for a in (here, right, before))
+            error = change_error(here, right, before, updates)
         errors.setdefault(PARTS.get(part, f"state of {part}"), {})[name] = error
     return errors
 
@@ -306,8 +306,8 @@ def compare(
     if found.losses:
         every = found.params, wanted.params, wanted.init
         names = [n for n in wanted.params if n not in zero]
-        here, there, before = ({n: _trained(n, of[n], zero) for n in names} for of in every)
-        after = update_errors(here, there, before, len(found.losses))
+        here, right, start = ({n: _trained(n, of[n], zero) for n in names} for of in every)
+        after = update_errors(here, right, start, len(found.losses))
     errors = gradient_errors(found.gradients, wanted.gradients, zero)
     bounds = {name: gradient_tolerance(tolerance, rounding.get(name, 0.0)) for name in errors}
     _, name = worst({name: error / bounds[name] for name, error in errors.items()})
