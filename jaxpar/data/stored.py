@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxpar.config import Config, ConfigError
+from jaxpar.config.json_reader import read_json
 from jaxpar.config.rules.paths import Address, absolute, cache_folder, read_address
 from jaxpar.data.formats.arrays import WindowedArray
 from jaxpar.data.formats.meta import (
@@ -21,7 +23,9 @@ from jaxpar.data.formats.meta import (
     PLAN_FILE,
     PREPARE,
     STREAM_FILE,
+    documents_file,
     is_dataset_file,
+    read_meta,
 )
 from jaxpar.data.formats.tokens import STORED
 from jaxpar.runtime import progress as units
@@ -38,7 +42,7 @@ from jaxpar.stores.cache import (
     num_blocks,
 )
 from jaxpar.stores.folders import FILES, InUse, update_copy, upload_folder
-from jaxpar.stores.objects import Objects, Stamp
+from jaxpar.stores.objects import Content, Objects, Stamp, content_of
 
 # ----------------------------------------------------- Numbers in an object of a store, as an array
 
@@ -46,27 +50,24 @@ from jaxpar.stores.objects import Objects, Stamp
 class StoredArray(WindowedArray):
     """Integers [N] of an object. A slice is an array, and is read when it is asked for."""
 
-    waits = True
-
     def __init__(self, stored: CachedObject, dtype: np.dtype):
         self.stored, self.dtype = stored, dtype
         self._length = stored.size // dtype.itemsize
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Return stretches of the array: [N, length]. What is not in the cache is fetched at once.
+        """Return stretches of the array: [N, length].
 
         Args:     starts: int64 [N]; start + length is at most the length of the array.
         Raises:   ObjectDamaged, StoreError.
         """
-        found = np.empty((len(starts), length), self.dtype)
-        if not found.size:
-            return found
+        return self.begin(starts, length)()
+
+    def begin(self, starts: np.ndarray, length: int) -> Callable[[], np.ndarray]:
+        """As `WindowedArray.begin`."""
         firsts = np.asarray(starts, np.int64) * self.dtype.itemsize
         lasts = firsts + length * self.dtype.itemsize
-        spans = list(zip(firsts.tolist(), lasts.tolist(), strict=True))
-        for row, content in zip(found, self.stored.read_all(spans), strict=True):
-            row[:] = np.frombuffer(content, self.dtype)
-        return found
+        wait = self.stored.begin(list(zip(firsts.tolist(), lasts.tolist(), strict=True)))
+        return lambda: np.frombuffer(b"".join(wait()), self.dtype).reshape(len(firsts), length)
 
     def place(self, token: int) -> str:
         """Return the place of a token, for an error."""
@@ -82,6 +83,9 @@ CHECKSUMS = ".checksums"
 
 #: Bytes of a SHA-256.
 HEAD_BYTES = 32
+
+#: The file of a staging folder that names its address, and that of a part that lists what is sent.
+ADDRESS_FILE, SENT_FILE = "address", "sent.json"
 
 
 @contextmanager
@@ -104,6 +108,7 @@ def whole_address(output: str, overwrite: bool) -> Iterator[Path]:
         rule = f"is written in {staging} first, which cannot be created: {error.strerror}"
         fix = "set XDG_CACHE_HOME to another folder"
         raise ConfigError("--output", output, rule, fix) from error
+    (staging / ADDRESS_FILE).write_text(str(address))
     try:
         yield staging
         if (staging / STREAM_FILE).exists():
@@ -111,11 +116,39 @@ def whole_address(output: str, overwrite: bool) -> Iterator[Path]:
             raise ConfigError("--output", output, rule, "leave out --stream")
         for file in sorted(staging.rglob("*.bin")):
             write_checksums(file)
-        upload_folder(objects, staging, META_FILE, overwrite)
+        (staging / ADDRESS_FILE).unlink()
+        sent: dict[str, Content] = {}
+        for file in sorted(staging.glob(f"*/{SENT_FILE}")):
+            sent |= content_of(read_json(file))
+            file.unlink()
+        upload_folder(objects, staging, META_FILE, overwrite, sent)
     except InUse:
         raise _in_use(output) from None
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def send_part(folder: Path) -> None:
+    """Upload the tokens of a part that is complete, if its dataset is for an address.
+
+    They are deleted here, so that this host needs no space for all parts. What an existing dataset
+    at the address has is replaced, so it is one no more.
+
+    Args:     folder: of the part, in that of the dataset. Raises:   StoreError.
+    """
+    about, sent = folder.parent / ADDRESS_FILE, dict[str, Content]()
+    if not about.is_file():
+        return
+    objects = Objects(read_address("--output", about.read_text()), "--output")
+    objects.delete([META_FILE])
+    for file in sorted(folder.glob("*.bin")):
+        for one in (file, write_checksums(file)):
+            name = f"{folder.name}/{one.name}"
+            sent[name] = objects.upload(name, one)
+    listed = {name: content._asdict() for name, content in sent.items()}
+    (folder / SENT_FILE).write_text(json.dumps(listed))
+    for name in listed:
+        (folder.parent / name).unlink()
 
 
 def _check_address(objects: Objects, output: str, overwrite: bool) -> None:
@@ -133,14 +166,16 @@ def _in_use(output: str) -> ConfigError:
     return ConfigError("--output", output, "already has a dataset", fix)
 
 
-def write_checksums(file: Path) -> None:
-    """Write the checksums of a file next to it."""
+def write_checksums(file: Path) -> Path:
+    """Write the checksums of a file next to it. Returns:  their file."""
     whole, sums = hashlib.sha256(), []
     with open(file, "rb") as opened:
         while content := opened.read(PART_BYTES):
             whole.update(content)
             sums.append(checksums_of(content))
-    file.with_name(file.name + CHECKSUMS).write_bytes(whole.digest() + b"".join(sums))
+    written = file.with_name(file.name + CHECKSUMS)
+    written.write_bytes(whole.digest() + b"".join(sums))
+    return written
 
 
 def _checksums_in(
@@ -202,8 +237,22 @@ class StoredFolder:
         if STREAM_FILE in names:
             rule = "is a streamed dataset, which needs its text on this host"
             raise ConfigError(field, str(address), rule, "prepare it without --stream")
-        small = [name for name in sorted(names) if is_dataset_file(name) and not _stays(name)]
-        update_copy(self._objects, self.path, small, names, again=True)
+        small = [self._held[n] for n in sorted(names) if is_dataset_file(n) and not _stays(n)]
+        update_copy(self._objects, self.path, small, names, self._check_documents)
+
+    def _check_documents(self, names: list[str]) -> None:
+        """Compare copies with meta.json, since they may be another program's, or of a proxy.
+
+        Raises:   ConfigError("data.path", ...) if they differ.
+        """
+        parts = {documents_file(part.name): part for _, part in read_meta(self.path).parts()}
+        for name in parts.keys() & names:
+            offsets = (self.path / name).read_bytes()[-8 * (parts[name].num_documents + 1) :]
+            found, recorded = hashlib.sha256(offsets).hexdigest(), parts[name].documents_sha256
+            if found != recorded:
+                rule = f"{name} has sha256 {found[:16]}, but {META_FILE} records {recorded[:16]}"
+                fix = "copy the dataset again, or prepare it again"
+                raise ConfigError("data.path", str(self.address), rule, fix)
 
     def array(self, name: str, dtype: np.dtype, size: int, sha256: str) -> StoredArray:
         """Return the content of an object. If there is room, all of it is fetched meanwhile.
@@ -220,7 +269,7 @@ class StoredFolder:
                 raise ConfigError("data.path", str(self.address), rule, fix)
             fits = self._cache.claimed + size <= self._cache.limit * AFTER
             self._cache.claimed += size * fits
-            checksums, stamp = self._checksums(name, size, sha256), Stamp(found.e_tag, None)
+            checksums, stamp = self._checksums(name, size, sha256, fits), Stamp(found.e_tag, None)
             stored = CachedObject(self._objects, name, size, stamp, self._cache, checksums, fits)
             if checksums is None:
                 self._check(stored, name, sha256, fits)
@@ -230,14 +279,21 @@ class StoredFolder:
             self._arrays[name] = StoredArray(stored, dtype)
         return self._arrays[name]
 
-    def _checksums(self, name: str, size: int, sha256: str) -> Callable[[int, int], bytes] | None:
-        """Return what returns the checksums of an object; None if nobody has written them."""
+    def _checksums(
+        self, name: str, size: int, sha256: str, fits: bool
+    ) -> Callable[[int, int], bytes] | None:
+        """Return what returns the checksums of an object; None if nobody has written them.
+
+        Args:     fits: whether the cache can hold the object, and memory all of its checksums.
+        """
         other, file = self._held.get(name + CHECKSUMS), self.path / (name + CHECKSUMS)
         expected = HEAD_BYTES + num_blocks(size) * SUM_BYTES
         if other is not None and other.size == expected:
             stamp = Stamp(other.e_tag, None)
             stored = CachedObject(self._objects, other.name, other.size, stamp, self._cache)
-            return _checksums_in(stored.read, stored.place, sha256)
+            whole = functools.cache(lambda: stored.read(0, stored.size))
+            read = (lambda first, last: whole()[first:last]) if fits else stored.read
+            return _checksums_in(read, stored.place, sha256)
         content = file.read_bytes() if file.is_file() else b""
         if len(content) != expected or content[:HEAD_BYTES].hex() != sha256:
             return None
@@ -264,6 +320,8 @@ class StoredFolder:
     def close(self) -> None:
         """End what is fetched in the background."""
         self._objects.stopped.set()
+        for array in self._arrays.values():
+            array.stored.stop()
         for array in self._arrays.values():
             array.stored.close()
 

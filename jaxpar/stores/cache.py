@@ -8,12 +8,14 @@ have not been read for longest are deleted.
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import itertools
 import os
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -64,6 +66,7 @@ class PartCache:
         self.claimed = 0
         #: Of threads that read objects.
         self.pool = ThreadPoolExecutor(FETCHED_AT_ONCE, thread_name_prefix="parts")
+        self._tasks, self._fillers = deque[Callable[[], None]](), 0
         self._mutexes = [threading.Lock() for _ in range(LOCKS + 1)]
         self._checked: dict[Path, tuple[int, int]] = {}
         self._added, self._warned, self._adding = 0.0, False, threading.Lock()
@@ -77,6 +80,24 @@ class PartCache:
             os.scandir(folder).close()
             self._warn_once(error)
         self.remove_oldest()
+
+    def fill(self, task: Callable[[], None]) -> None:
+        """Call a task in the background, on one of REST_AT_ONCE threads, which delay no exit."""
+        with self._adding:
+            self._tasks.append(task)
+            if self._fillers == REST_AT_ONCE:
+                return
+            self._fillers += 1
+        threading.Thread(target=self._fill, name="rest", daemon=True).start()
+
+    def _fill(self) -> None:
+        while True:
+            with self._adding:
+                if not self._tasks:
+                    self._fillers -= 1
+                    return
+                task = self._tasks.popleft()
+            task()
 
     def place(self, key: str, number: int) -> Path:
         """Return the file of a part."""
@@ -226,7 +247,7 @@ CLOSE_SECONDS = 5.0
 
 
 #: Bytes that have a checksum, of which a part is a multiple; and bytes of a checksum, a CRC-32.
-BLOCK_BYTES, SUM_BYTES = 1 << 14, 4
+BLOCK_BYTES, SUM_BYTES = 1 << 13, 4
 
 
 def num_blocks(size: int) -> int:
@@ -265,13 +286,13 @@ class CachedObject:
         """
         Args:     size, stamp: of the object, which must not change. checksums: returns those of a
                   range of blocks; None if they are not known. kept: whether parts are kept in the
-                  cache.
+                  cache. Then the first call of `checksums` reads all of them.
         """
         self._objects, self._name, self._stamp, self._cache = objects, name, stamp, cache
         self.size, self._checksums, self._kept = size, checksums, kept
         about = f"{objects.address} {name} {size} {stamp.e_tag} {stamp.version}"
         self._key = hashlib.sha256(about.encode()).hexdigest()[:32]
-        self._stopped, self._threads = threading.Event(), list[threading.Thread]()
+        self._filling, self._stopped, self._ended = 0, False, threading.Condition()
 
     @property
     def place(self) -> str:
@@ -283,18 +304,23 @@ class CachedObject:
         """The number of parts."""
         return -(-self.size // PART_BYTES)
 
-    def read_all(self, spans: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Return the bytes of each span, (first, last). What is not here is fetched at once.
+    def begin(self, spans: Sequence[tuple[int, int]]) -> Callable[[], list[bytes]]:
+        """Begin to fetch spans, (first, last), many at a time.
 
-        Raises:   ObjectDamaged, StoreError.
+        Returns:  what waits for them and returns their bytes. Raises ObjectDamaged, StoreError.
         """
         if self._kept:
             numbers = [range(a // PART_BYTES, -(-b // PART_BYTES)) for a, b in spans]
-            self.fetch(sorted(set(itertools.chain(*numbers))))
-            return [self.read(*span) for span in spans]
+            parts = self.fetch(sorted(set(itertools.chain(*numbers))))
+
+            def wait() -> list[bytes]:
+                deque(parts, 0)
+                return [self.read(*span) for span in spans]
+
+            return wait
         pieces = [[*itertools.pairwise([*range(a, b, PART_BYTES), b])] for a, b in spans]
         found = self._cache.pool.map(lambda span: self._blocks(*span), itertools.chain(*pieces))
-        return [b"".join(itertools.islice(found, len(some))) for some in pieces]
+        return lambda: [b"".join(itertools.islice(found, len(some))) for some in pieces]
 
     def _blocks(self, first: int, last: int) -> bytes:
         start, stop = first // BLOCK_BYTES, num_blocks(last)
@@ -314,38 +340,39 @@ class CachedObject:
             first += end - start
         return b"".join(found)
 
-    def fetch(self, numbers: Iterable[int]) -> None:
-        """Fetch those of some parts that are not here, many at a time.
+    def fetch(self, numbers: Iterable[int]) -> Iterator[bytes]:
+        """Begin to fetch those of some parts that are not here, and return an iterator over them.
 
-        Raises:   ObjectDamaged, StoreError.
+        Its end is that of the last one. It raises ObjectDamaged, StoreError.
         """
         missing = [number for number in numbers if not self._cache.has(self._key, number)]
-        for _ in self._cache.pool.map(lambda number: self._part(number, slice(0, 0)), missing):
-            pass
+        return self._cache.pool.map(lambda number: self._part(number, slice(0, 0)), missing)
 
     def fetch_all(self, first: int = 0) -> None:
         """Fetch all parts in the background, a few at a time, in order from one of them on.
 
         After an error it stops: whoever needs a part will meet it.
         """
-
-        def fetch(numbers: range) -> None:
-            for number in numbers:
-                number = (first + number) % self.num_parts
-                if self._stopped.is_set():
-                    return
-                if not self._cache.has(self._key, number):
-                    try:
-                        self._part(number, slice(0, 0))
-                    except (RunError, ConfigError, OSError):
-                        return
-
+        with self._ended:
+            self._filling += REST_AT_ONCE
         for start in range(REST_AT_ONCE):
             numbers = range(start, self.num_parts, REST_AT_ONCE)
-            name = f"rest-{start}"
-            thread = threading.Thread(target=fetch, args=(numbers,), name=name, daemon=True)
-            thread.start()
-            self._threads.append(thread)
+            self._cache.fill(functools.partial(self._fetch_some, first, numbers))
+
+    def _fetch_some(self, first: int, numbers: range) -> None:
+        try:
+            for number in numbers:
+                number = (first + number) % self.num_parts
+                if self._stopped:
+                    return
+                if not self._cache.has(self._key, number):
+                    self._part(number, slice(0, 0))
+        except (RunError, ConfigError, OSError):
+            return
+        finally:
+            with self._ended:
+                self._filling -= 1
+                self._ended.notify_all()
 
     def check(self, sha256: str) -> bytes | None:
         """Read everything once, and return the checksums of the blocks, which are then known.
@@ -357,7 +384,7 @@ class CachedObject:
         whole, found = hashlib.sha256(), []
         for first in range(0, self.num_parts, FETCHED_AT_ONCE):
             numbers = range(first, min(first + FETCHED_AT_ONCE, self.num_parts))
-            self.fetch(numbers)
+            deque(self.fetch(numbers), 0)
             for number in numbers:
                 at = number * PART_BYTES
                 content = self.read(at, min(at + PART_BYTES, self.size))
@@ -369,13 +396,19 @@ class CachedObject:
         self._checksums = lambda first, last: sums[first * SUM_BYTES : last * SUM_BYTES]
         return sums
 
+    def stop(self) -> None:
+        """Let what is fetched in the background end after the current part."""
+        self._stopped = True
+
     def close(self) -> None:
         """End what is fetched in the background."""
-        self._stopped.set()
-        for thread in self._threads:
-            thread.join(CLOSE_SECONDS)
+        self.stop()
+        with self._ended:
+            self._ended.wait_for(lambda: not self._filling, CLOSE_SECONDS)
 
     def _part(self, number: int, span: slice) -> bytes:
+        if self._checksums is not None:
+            self._checksums(0, 0)  # reads them, which it may not do while the part is locked
         first = number * PART_BYTES
         size = min(self.size - first, PART_BYTES)
         fetch = lambda: self._fetched(first, first + size)  # noqa: E731

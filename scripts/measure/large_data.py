@@ -2,9 +2,9 @@
 
 Makes a sparse dataset of each size in --parts parts, with a document in 10,000 tokens, and prints a
 line of JSON for each: what a process needs to open it and to make batches of 512 sequences of
-4,096 tokens, beyond its imports. Then a dataset of --cold-gb of random tokens, of which nothing is in
-memory: the bytes that are read from the disk, divided by those of the batches. The folder must be
-on a disk with sparse files, and have space for 8 bytes per document and for --cold-gb.
+4,096 tokens, beyond its imports. Then a dataset of --cold-gb of random tokens, of which nothing is
+in memory: the bytes that are read from the disk, divided by those of the batches. The folder must
+be on a disk with sparse files, and have space for 8 bytes per document and for --cold-gb.
 """
 
 import argparse
@@ -21,11 +21,10 @@ import jax
 import numpy as np
 
 from jaxpar.config import Config, ParallelConfig, replace
+from jaxpar.data.formats.arrays import most_documents
 from jaxpar.data.formats.meta import Part, documents_file, tokens_file
-from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.formats.writer import write_meta
 from jaxpar.data.loader import Loader
-from jaxpar.data.packing import most_documents
 from jaxpar.data.tokenizer import NoTokenizer
 from jaxpar.runtime import progress
 from jaxpar.sharding.mesh import make_mesh
@@ -49,11 +48,20 @@ def make(folder: Path, num_tokens: int, num_parts: int, written: bool) -> None:
                 for _ in range(0, each, 1 << 22):
                     file.write(rng.integers(0, VOCAB, 1 << 22, dtype=np.uint32))
             file.truncate(4 * each)
-        sizes = {"num_tokens": each, "num_documents": len(lengths), "num_bytes": 0}
-        zeros = {"sha256": "0" * 64, "documents_sha256": "0" * 64}
-        parts.append(Part(name=name, most_documents=starts, **sizes, **zeros))
-    tokenizer, counts = NoTokenizer(VOCAB, 0), np.ones(VOCAB, np.int64)
-    write_meta(folder, tokenizer, counts, {"train": parts, "val": parts[:1]}, inputs=("random",))
+        part = Part(
+            name=name,
+            num_tokens=each,
+            num_documents=len(lengths),
+            num_bytes=0,
+            sha256="0" * 64,
+            documents_sha256="0" * 64,
+            tokens_hash="0" * 16,
+            documents_hash="0" * 16,
+            most_documents=starts,
+        )
+        parts.append(part)
+    splits, counts = {"train": parts, "val": parts[:1]}, np.ones(VOCAB, np.int64)
+    write_meta(folder, NoTokenizer(VOCAB, 0), counts, splits, inputs=("random",), holdout=0.0)
 
 
 def forget(folder: Path) -> None:
@@ -77,7 +85,7 @@ def start(folder: str) -> dict[str, float]:
     mesh = make_mesh(ParallelConfig(data=1), jax.devices()[:1])
     values = {"data.path": folder, "data.seq_len": LENGTH, "model.vocab_size": VOCAB}
     cfg = replace(Config(), **values, **{"train.global_batch_size": BATCH})
-    before, began, cpu = progress.peak_memory(), time.perf_counter(), time.process_time()
+    before, began, cpu = progress.reset_peak(), time.perf_counter(), time.process_time()
     loader = Loader(cfg, mesh)
     most = loader.max_documents
     found = {"start_seconds": time.perf_counter() - began, "start_cpu": time.process_time() - cpu}

@@ -27,6 +27,7 @@ from jaxpar.runtime.exit_codes import RunError
 from jaxpar.sharding.axes import AXES
 from jaxpar.stores import cache, folders
 from jaxpar.stores.cache import ObjectDamaged
+from jaxpar.stores.folders import listed_files
 from tests.data.commands import main
 from tests.stores.server import objects_at
 
@@ -301,6 +302,33 @@ def test_a_dataset_is_complete_or_absent(made, data, monkeypatch, tmp_path, caps
     assert str(data) in capsys.readouterr().out
     assert open_sources(made, "train")
     assert not list((tmp_path / "cache" / "jaxpar" / "preparing").iterdir())
+
+
+def test_parts_leave_this_host_when_they_are_complete(data, text, s3, monkeypatch, tmp_path):
+    """Their tokens are in the store before the dataset is, and only one part's are here."""
+    lines, upload, most = (
+        text.read_text().splitlines(keepends=True),
+        stored_folder.Objects.upload,
+        0,
+    )
+
+    def counted(self, name, file, beside=1):
+        nonlocal most
+        most = max(most, len([*(tmp_path / "cache/jaxpar/preparing").rglob("train.bin")]))
+        return upload(self, name, file, beside)
+
+    monkeypatch.setattr(stored_folder.Objects, "upload", counted)
+    for number in range(3):
+        (tmp_path / f"{number}.jsonl").write_text("".join(lines[30 * number :][:30]))
+    inputs = tuple(str(tmp_path / f"{number}.jsonl") for number in range(3))
+    made = {"input": inputs, "holdout": 0.2, "parts": 3, "workers": 1}
+    prepare(PrepareOptions(output=str(tmp_path / "here"), **made))
+    prepare(PrepareOptions(output=str(data), **made))
+    assert most == 1
+    assert_same_batches(loader(config(data)), loader(config(tmp_path / "here")), range(3))
+    listed = listed_files(objects_at(data))
+    assert {f"part-{n:05}/train.bin" for n in range(3)} <= listed.keys()
+    assert not [name for name in listed if name.endswith(("sent.json", "address"))]
 
 
 def test_inspect_takes_an_address(made, data, here, capsys):
