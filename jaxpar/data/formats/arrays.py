@@ -75,13 +75,16 @@ class FileArray(WindowedArray):
         opened, size = _opened(self), length * self.dtype.itemsize
         for at in self._bytes_before(starts):
             os.posix_fadvise(opened.number, at, size, os.POSIX_FADV_WILLNEED)
-        return super().begin(starts, length)
+        return functools.partial(self._read, starts, length)
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """Return stretches of the array: [N, length].
 
         Raises:   ConfigError("data.path", ...) for a file that is too short; OSError.
         """
+        return self.begin(starts, length)()
+
+    def _read(self, starts: np.ndarray, length: int) -> np.ndarray:
         found = np.empty((len(starts), length), self.dtype)
         if not found.size:
             return found
