@@ -246,7 +246,7 @@ class StoredFolder:
         Raises:   ConfigError("data.path", ...) if they differ.
         """
         parts = {documents_file(part.name): part for _, part in read_meta(self.path).parts()}
-        for name in parts.keys() & names:
+        for name in sorted(parts.keys() & names):
             offsets = (self.path / name).read_bytes()[-8 * (parts[name].num_documents + 1) :]
             found, recorded = hashlib.sha256(offsets).hexdigest(), parts[name].documents_sha256
             if found != recorded:
