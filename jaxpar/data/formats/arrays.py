@@ -251,11 +251,11 @@ class DocumentOffsets:
         if isinstance(key, slice):
             first, end, step = key.indices(len(self))
             pieces, before = [np.zeros(0, np.int64)], self.documents_before
-            for number, part in enumerate(self.parts):
-                last = len(part) - 1 + (number == len(self.parts) - 1)
-                some = slice(max(first - before[number], 0), min(end - before[number], last))
+            for i, part in enumerate(self.parts):
+                last = len(part) - 1 + (i == len(self.parts) - 1)
+                some = slice(max(first - before[i], 0), min(end - before[i], last))
                 if some.start < some.stop:
-                    pieces.append(part[some] + self.tokens_before[number])
+                    pieces.append(part[some] + self.tokens_before[i])
             return np.concatenate(pieces)[::step]
         wanted = np.atleast_1d(np.asarray(key))
         wanted = np.where(wanted < 0, wanted + len(self), wanted)
