@@ -59,6 +59,7 @@ def test_stretches_of_files_in_a_row(tmp_path):
 def test_documents_of_parts_are_those_of_one(tokens, tmp_path, monkeypatch):
     """As np.searchsorted and indexing of all; also the most of them that begin near another."""
     monkeypatch.setattr(arrays, "AT_ONCE", 16)
+    monkeypatch.setattr(arrays, "PAGE", 4)
     parts, every = documents(tmp_path, tokens)
     for offsets in (DocumentOffsets(parts), DocumentOffsets([part[:] for part in parts])):
         values = np.arange(-2, every[-1] + 3)

@@ -4,8 +4,6 @@ import abc
 import functools
 import mmap
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -57,7 +55,7 @@ class WindowedArray(abc.ABC):
         return self[:].astype(dtype or self.dtype)
 
 
-#: Files that are open, and those that are mapped, at a time: below the limit of most systems, 1024.
+#: Files that are open at a time: below the limit of most systems, 1024.
 MAX_OPEN = 200
 
 
@@ -131,61 +129,82 @@ def _opened(array: FileArray) -> _Opened:
     return _Opened(array.file)
 
 
+#: Numbers that a search reads at once: a page.
+PAGE = 512
+
+
 class SortedFile(FileArray):
-    """Increasing integers in a file, which is mapped to be searched."""
+    """Increasing int64 in a file, which is searched by reading a few pages.
+
+    A map would be simpler, but after some batches all of it counts as memory of the process.
+    """
+
+    #: What the last search read for each value: the place of the first number, and the numbers.
+    _pages: tuple[tuple[int, np.ndarray], ...] = ()
 
     def searchsorted(self, v: np.ndarray, side: Literal["left", "right"] = "left") -> np.ndarray:
         """As `np.searchsorted`."""
-        found: np.ndarray = _MAPS.of(self, v.size).searchsorted(v, side=side)
+        before, pages, found = self._pages, list[tuple[int, np.ndarray]](), list[int]()
+        opened = _opened(self)
+        for i, value in enumerate(v.ravel().tolist()):
+            first, page = before[i] if i < len(before) else (0, np.zeros(0, np.int64))
+            at = int(page.searchsorted(value, side))
+            if not 0 < at < len(page):  # the end of a sequence is near its start
+                first, page = self._page_of(opened, value, side)
+                at = int(page.searchsorted(value, side))
+            pages.append((first, page))
+            found.append(first + at)
+        self._pages = tuple(pages)
+        return np.array(found, np.int64).reshape(v.shape)
+
+    def _page_of(
+        self, opened: "_Opened", value: int, side: Literal["left", "right"]
+    ) -> tuple[int, np.ndarray]:
+        """Return the page that a search ends in, and the place of its first number.
+
+        The first guess is right if documents are about as long everywhere. Every third is half way,
+        so that a search ends soon in any file.
+        """
+        low, high, below, above, tries = 0, len(self), 0, self._last, 0
+        while high - low > PAGE:
+            share = 0.5 if tries % 3 == 2 else (value - below) / max(above - below, 1)
+            guess = low + int((high - low) * min(max(share, 0.0), 1.0)) - PAGE // 2
+            first = min(max(guess, low), high - PAGE)
+            page = self._numbers(opened, first, PAGE)
+            at = int(page.searchsorted(value, side))
+            if 0 < at < PAGE:
+                return first, page
+            if at == 0:
+                high, above = first, int(page[0])
+            else:
+                low, below = first + PAGE, int(page[-1])
+            tries += 1
+        return low, self._numbers(opened, low, high - low)
+
+    @functools.cached_property
+    def _last(self) -> int:
+        return int(self[-1])
+
+    def _numbers(self, opened: "_Opened", first: int, count: int) -> np.ndarray:
+        found = np.empty(count, self.dtype)
+        opened.read(found.view(np.uint8), self.header_bytes + first * self.dtype.itemsize)
         return found
 
     def __getitem__(self, key: int | slice | np.ndarray) -> np.ndarray:
-        return _MAPS.of(self)[key] if isinstance(key, np.ndarray) else super().__getitem__(key)
-
-
-#: Searches after which maps are released: those of some batches. One takes up to 0.5 MB of a map.
-SEARCHES = 1024
-
-
-class _Maps:
-    """The maps of the last MAX_OPEN files that were searched."""
-
-    def __init__(self) -> None:
-        self._held = OrderedDict[SortedFile, tuple[mmap.mmap, np.ndarray]]()
-        self._searches, self._lock = 0, threading.Lock()
-
-    def of(self, array: SortedFile, searches: int = 0) -> np.ndarray:
-        """Return a map. Args:     searches: to count, that begin now."""
-        with self._lock:
-            self._searches += searches
-            if self._searches > SEARCHES:
-                # What was read of them stays in the page cache, which all processes share.
-                for content, _ in self._held.values():
-                    content.madvise(mmap.MADV_DONTNEED)
-                self._searches = 0
-            if array not in self._held:
-                content = _map(array.file)
-                numbers = np.frombuffer(content, array.dtype, len(array), array.header_bytes)
-                self._held[array] = content, numbers
-                if len(self._held) > MAX_OPEN:
-                    self._held.popitem(last=False)
-            self._held.move_to_end(array)
-            return self._held[array][1]
-
-
-_MAPS = _Maps()
+        if not isinstance(key, np.ndarray):
+            return super().__getitem__(key)
+        runs = np.split(key, np.flatnonzero(np.diff(key) != 1) + 1)
+        opened = _opened(self)
+        found = [self._numbers(opened, int(run[0]), len(run)) for run in runs if len(run)]
+        return np.concatenate([np.zeros(0, self.dtype), *found])
 
 
 def mapped(file: Path, dtype: np.dtype) -> np.ndarray:
     """Map numbers in a file, of which few, at random places, are read."""
-    return np.frombuffer(_map(file), dtype)
-
-
-def _map(file: Path) -> mmap.mmap:
     with open(file, "rb") as opened:
         content = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
     content.madvise(mmap.MADV_RANDOM)  # otherwise, as for `_Opened`
-    return content
+    return np.frombuffer(content, dtype)
 
 
 class Joined(WindowedArray):
