@@ -2,6 +2,7 @@
 
 import abc
 import functools
+import itertools
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -193,10 +194,16 @@ class SortedFile(FileArray):
     def __getitem__(self, key: int | slice | np.ndarray) -> np.ndarray:
         if not isinstance(key, np.ndarray):
             return super().__getitem__(key)
-        runs = np.split(key, np.flatnonzero(np.diff(key) != 1) + 1)
-        opened = _opened(self)
-        found = [self._numbers(opened, int(run[0]), len(run)) for run in runs if len(run)]
-        return np.concatenate([np.zeros(0, self.dtype), *found])
+        pages, opened, found = self._pages, _opened(self), np.empty(len(key), self.dtype)
+        edges = [0, *(np.flatnonzero(np.diff(key) != 1) + 1).tolist(), len(key)]
+        for i, (start, stop) in enumerate(itertools.pairwise(edges if len(key) else [])):
+            first, page = pages[i] if i < len(pages) else (0, found[:0])
+            at, count = int(key[start]) - first, stop - start
+            if 0 <= at <= len(page) - count:
+                found[start:stop] = page[at : at + count]
+            else:
+                found[start:stop] = self._numbers(opened, first + at, count)
+        return found
 
 
 def mapped(file: Path, dtype: np.dtype) -> np.ndarray:
