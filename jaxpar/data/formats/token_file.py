@@ -32,7 +32,7 @@ class TokenFile:
     """int64 [documents + 1], increasing from 0 to num_tokens. None: documents are not marked."""
 
     def tokens(self) -> FileArray:
-        """Return the tokens, memory-mapped."""
+        """Return the tokens, which are read when they are needed."""
         return FileArray(self.path, self.dtype, self.num_tokens, self.header_bytes)
 
 

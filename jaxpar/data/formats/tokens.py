@@ -50,8 +50,8 @@ class TokenDataset:
     fingerprint: str
     """Identity of the data, independent of its location."""
     tokens: Joined
-    """Unsigned or signed integers [num_tokens]: the parts in a row. They are memory-mapped; or
-    tokenized, or read from a store, when they are needed."""
+    """Unsigned or signed integers [num_tokens]: the parts in a row. They are read from files
+    or a store, or tokenized, when they are needed."""
     document_offsets: DocumentOffsets
     """int64 [num_documents + 1]: increasing from 0 to num_tokens."""
     files: tuple[Path, ...]
@@ -67,7 +67,7 @@ class TokenDataset:
 
     @classmethod
     def open(cls, folder: str | Path, split: str = TRAIN, workers: int = 0) -> "TokenDataset":
-        """Memory-map a split of a dataset folder.
+        """Open a split of a dataset folder.
 
         Args:     workers: processes that tokenize the text of a streamed dataset. 0: this one.
         Raises:   ConfigError("data.path", ...) if the folder is not a dataset, the split is empty,
