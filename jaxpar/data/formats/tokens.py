@@ -71,7 +71,7 @@ class TokenDataset:
 
         Args:     workers: processes that tokenize the text of a streamed dataset. 0: this one.
         Raises:   ConfigError("data.path", ...) if the folder is not a dataset, the split is empty,
-                  the size of a file differs from meta.json, or a document ends before it starts.
+                  or a file has another size than in meta.json.
         """
         if split not in SPLITS:
             raise ValueError(f"split {split!r} is not one of {', '.join(SPLITS)}")
