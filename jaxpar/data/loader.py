@@ -6,7 +6,7 @@ import itertools
 import math
 import zlib
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -30,7 +30,7 @@ from jaxpar.data.formats.meta import PAIRS, TRAIN
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.mixture import BLOCK, StagedMixture
 from jaxpar.data.own import DataSource, Positions, checked, iterates
-from jaxpar.data.packing import document_begins, max_documents, num_sequences, pack
+from jaxpar.data.packing import Disordered, document_begins, num_sequences, pack
 from jaxpar.data.shuffle import sequence_order
 from jaxpar.data.skips import SkippedBatches
 from jaxpar.data.sources import open_sources
@@ -144,10 +144,7 @@ class Loader:
         if self._own is not None:
             return 1 << (self._cfg.data.seq_len - 1).bit_length()
         seq_len = self._cfg.data.seq_len
-        most = max(
-            max_documents(source.dataset.document_offsets, source.dataset.num_tokens, seq_len)
-            for source in self.sources
-        )
+        most = max(source.dataset.max_documents(seq_len) for source in self.sources)
         return 1 << (most - 1).bit_length()
 
     def epochs(self, num_steps: int) -> dict[str, float]:
@@ -259,8 +256,9 @@ class Loader:
         A sequence of chat data may have only the user's tokens, which have no labels. All processes
         read the same rows, one at a time; the first row usually has a label.
         """
-        batch_size = self.sizes.at(0).rows
-        for place, number in enumerate(self.first_sequences(sum(self.sequences_per_epoch))):
+        batch_size, total = self.sizes.at(0).rows, sum(self.sequences_per_epoch)
+        numbers = itertools.chain.from_iterable(self._first_sequences(total))
+        for place, number in enumerate(numbers):
             if (self._host_sequences(np.array([number])).labels != IGNORED).any():
                 return place // batch_size
         return None
@@ -271,18 +269,21 @@ class Loader:
         Args:     most: the maximum number. The result has fewer if all sources have fewer.
         Returns:  int64 [N], ascending, for `once`.
         """
-        if len(self.sources) == 1:
-            return np.arange(min(most, sum(self.sequences_per_epoch)))
-        there, found, start = np.array(self.sequences_per_epoch), [np.zeros(0, np.int64)], 0
+        return np.concatenate([np.zeros(0, np.int64), *self._first_sequences(most)])
+
+    def _first_sequences(self, most: int) -> Iterator[np.ndarray]:
+        """Yield those of `first_sequences` by blocks."""
+        there, start = np.array(self.sequences_per_epoch), 0
         there[[source.weight == 0 for source in self.sources]] = 0
         missing = min(most, int(there.sum()))
         while missing:
             numbers = np.arange(start, start + BLOCK)
-            sources, before = self._mixture.places(numbers)
+            sources, before = np.zeros_like(numbers), numbers
+            if len(self.sources) > 1:
+                sources, before = self._mixture.places(numbers)
             new = numbers[before < there[sources]][:missing]
-            found.append(new)
+            yield new
             missing, start = missing - len(new), start + BLOCK
-        return np.concatenate(found)
 
     def once(self, numbers: np.ndarray) -> Generator[Batch]:
         """Yield global batches of some sequences of the stream, in order, each sequence once.
@@ -362,7 +363,10 @@ class Loader:
         stretch = dataset.windows(indices * length, length + 1)
         _check_tokens(stretch, indices, dataset)
         if data.document_mask:
-            begins = document_begins(dataset.document_offsets, indices, length)
+            try:
+                begins = document_begins(dataset.document_offsets, indices, length)
+            except Disordered as error:
+                raise dataset.disordered(error.args[0]) from None
         if dataset.targets is not None and self._has_targets:
             ignored = dataset.targets.windows(indices * length, length + 1) == 0
         return stretch, begins, ignored

@@ -16,8 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-#: Sequences in a block. Shares are exact to 1 / BLOCK.
-BLOCK = 1 << 16
+from jaxpar.config.lists.datasets import BLOCK
 
 
 class Mixture:

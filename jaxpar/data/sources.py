@@ -122,7 +122,7 @@ def open_tokens(
     again: bool = False,
     workers: int = 0,
 ) -> TokenDataset:
-    """Memory-map tokens in any format.
+    """Open tokens in any format.
 
     Args:     path: a dataset folder; a Megatron pair by its prefix or one of its files; a .bin file
               of nanoGPT or llm.c; or a folder with such files train.bin and val.bin.

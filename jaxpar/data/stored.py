@@ -3,15 +3,17 @@
 import contextlib
 import functools
 import hashlib
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from jaxpar.config import Config, ConfigError
+from jaxpar.config.json_reader import read_json
 from jaxpar.config.rules.paths import Address, absolute, cache_folder, read_address
 from jaxpar.data.formats.arrays import WindowedArray
 from jaxpar.data.formats.meta import (
@@ -21,7 +23,9 @@ from jaxpar.data.formats.meta import (
     PLAN_FILE,
     PREPARE,
     STREAM_FILE,
+    documents_file,
     is_dataset_file,
+    read_meta,
 )
 from jaxpar.data.formats.tokens import STORED
 from jaxpar.runtime import progress as units
@@ -30,58 +34,58 @@ from jaxpar.runtime.files import atomic
 from jaxpar.runtime.processes.peers import log
 from jaxpar.stores.cache import (
     AFTER,
-    DIGEST_BYTES,
     PART_BYTES,
+    SUM_BYTES,
     CachedObject,
     PartCache,
-    digests_of,
+    checksums_of,
+    num_blocks,
 )
 from jaxpar.stores.folders import FILES, InUse, update_copy, upload_folder
-from jaxpar.stores.objects import Missing, Objects, Stamp
+from jaxpar.stores.objects import Content, Objects, Stamp, content_of
 
-# ------------------------------- Numbers in an object of a store, as an array that is read by parts
+# ----------------------------------------------------- Numbers in an object of a store, as an array
 
 
 class StoredArray(WindowedArray):
-    """Integers [N] of an object. A slice is an array, and is read through the cache."""
-
-    waits = True
+    """Integers [N] of an object. A slice is an array, and is read when it is asked for."""
 
     def __init__(self, stored: CachedObject, dtype: np.dtype):
         self.stored, self.dtype = stored, dtype
         self._length = stored.size // dtype.itemsize
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Return stretches of the array: [N, length]. What is not in the cache is fetched at once.
+        """Return stretches of the array: [N, length].
 
         Args:     starts: int64 [N]; start + length is at most the length of the array.
         Raises:   ObjectDamaged, StoreError.
         """
-        found = np.empty((len(starts), length), self.dtype)
-        if not found.size:
-            return found
+        return self.begin(starts, length)()
+
+    def begin(self, starts: np.ndarray, length: int) -> Callable[[], np.ndarray]:
+        """As `WindowedArray.begin`."""
         firsts = np.asarray(starts, np.int64) * self.dtype.itemsize
         lasts = firsts + length * self.dtype.itemsize
-        spans = zip(firsts // PART_BYTES, (lasts - 1) // PART_BYTES, strict=True)
-        self.stored.fetch(np.unique([n for a, b in spans for n in range(a, b + 1)]).tolist())
-        for row, first, last in zip(found, firsts.tolist(), lasts.tolist(), strict=True):
-            row[:] = np.frombuffer(self.stored.read(first, last), self.dtype)
-        return found
+        wait = self.stored.begin(list(zip(firsts.tolist(), lasts.tolist(), strict=True)))
+        return lambda: np.frombuffer(b"".join(wait()), self.dtype).reshape(len(firsts), length)
 
     def place(self, token: int) -> str:
         """Return the place of a token, for an error."""
         return f"token {token:,} of {self.stored.place} (byte {token * self.dtype.itemsize:,})"
 
 
-# ----- Writes a dataset to a store: complete or absent, with the digests of the parts of its tokens
+# -------------- Writes a dataset to a store: complete or absent, with the checksums of its tokens
 
 
-#: Ends the name of the object with the digests of the parts of another: its SHA-256 as bytes, then
-#: the digests.
-PARTS = ".parts"
+#: Ends the name of the object with the checksums of another: its SHA-256 as bytes, then those of
+#: its blocks.
+CHECKSUMS = ".checksums"
 
 #: Bytes of a SHA-256.
 HEAD_BYTES = 32
+
+#: The file of a staging folder that names its address, and that of a part that lists what is sent.
+ADDRESS_FILE, SENT_FILE = "address", "sent.json"
 
 
 @contextmanager
@@ -104,25 +108,52 @@ def whole_address(output: str, overwrite: bool) -> Iterator[Path]:
         rule = f"is written in {staging} first, which cannot be created: {error.strerror}"
         fix = "set XDG_CACHE_HOME to another folder"
         raise ConfigError("--output", output, rule, fix) from error
+    (staging / ADDRESS_FILE).write_text(str(address))
     try:
         yield staging
         if (staging / STREAM_FILE).exists():
             rule = "cannot be an address with --stream: training reads the text from this host"
             raise ConfigError("--output", output, rule, "leave out --stream")
         for file in sorted(staging.rglob("*.bin")):
-            with open(file, "rb") as opened:
-                head = hashlib.file_digest(opened, "sha256").digest()
-            file.with_name(file.name + PARTS).write_bytes(head + digests_of(file))
-        upload_folder(objects, staging, META_FILE, overwrite)
+            write_checksums(file)
+        (staging / ADDRESS_FILE).unlink()
+        sent: dict[str, Content] = {}
+        for file in sorted(staging.glob(f"*/{SENT_FILE}")):
+            sent |= content_of(read_json(file))
+            file.unlink()
+        upload_folder(objects, staging, META_FILE, overwrite, sent)
     except InUse:
         raise _in_use(output) from None
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
+def send_part(folder: Path) -> None:
+    """Upload the tokens of a part that is complete, if its dataset is for an address.
+
+    They are deleted here, so that this host needs no space for all parts. What an existing dataset
+    at the address has is replaced, so it is one no more.
+
+    Args:     folder: of the part, in that of the dataset. Raises:   StoreError.
+    """
+    about, sent = folder.parent / ADDRESS_FILE, dict[str, Content]()
+    if not about.is_file():
+        return
+    objects = Objects(read_address("--output", about.read_text()), "--output")
+    objects.delete([META_FILE])
+    for file in sorted(folder.glob("*.bin")):
+        for one in (file, write_checksums(file)):
+            name = f"{folder.name}/{one.name}"
+            sent[name] = objects.upload(name, one)
+    listed = {name: content._asdict() for name, content in sent.items()}
+    (folder / SENT_FILE).write_text(json.dumps(listed))
+    for name in listed:
+        (folder.parent / name).unlink()
+
+
 def _check_address(objects: Objects, output: str, overwrite: bool) -> None:
     held = [found.name for found in objects.names(exact=True)]
-    ours = (name for name in held if name == FILES or is_dataset_file(name.removesuffix(PARTS)))
+    ours = [n for n in held if n == FILES or is_dataset_file(n.removesuffix(CHECKSUMS))]
     if foreign := sorted(set(held) - set(ours)):
         rule = f"contains {foreign[0]!r}, which is not part of a dataset"
         raise ConfigError("--output", output, rule, "use a new or empty prefix")
@@ -135,41 +166,38 @@ def _in_use(output: str) -> ConfigError:
     return ConfigError("--output", output, "already has a dataset", fix)
 
 
-def read_parts(objects: Objects, name: str, size: int, sha256: str) -> bytes:
-    """Return the digests of the parts of an object; empty if they were not written.
+def write_checksums(file: Path) -> Path:
+    """Write the checksums of a file next to it. Returns:  their file."""
+    whole, sums = hashlib.sha256(), []
+    with open(file, "rb") as opened:
+        while content := opened.read(PART_BYTES):
+            whole.update(content)
+            sums.append(checksums_of(content))
+    written = file.with_name(file.name + CHECKSUMS)
+    written.write_bytes(whole.digest() + b"".join(sums))
+    return written
 
-    Args:     name: of the object with the digests. size, sha256: of the other one.
-    Raises:   RunError if they are those of another object; StoreError.
+
+def _checksums_in(
+    read: Callable[[int, int], bytes], what: str, sha256: str
+) -> Callable[[int, int], bytes]:
+    """Return what returns the checksums of a range of blocks.
+
+    Args:     read: returns bytes of their file, first to last. what: names it. sha256: of the
+              tokens.
     """
-    try:
-        content, _ = objects.read(name)
-    except Missing:
-        return b""
-    if not _are_parts(content, size, sha256):
-        rule = f"has the digests of another file than {name.removesuffix(PARTS)}"
-        fix = f"prepare the dataset again, or delete {name}"
-        raise RunError(f"{objects.address}/{name} {rule}. Fix: {fix}")
-    return content[HEAD_BYTES:]
 
+    @functools.cache
+    def check() -> None:
+        if read(0, HEAD_BYTES).hex() != sha256:
+            rule = f"has the checksums of another file than {what.removesuffix(CHECKSUMS)}"
+            raise RunError(f"{what} {rule}. Fix: prepare the dataset again, or delete it")
 
-def _are_parts(content: bytes, size: int, sha256: str) -> bool:
-    expected = HEAD_BYTES + -(-size // PART_BYTES) * DIGEST_BYTES
-    return len(content) == expected and content[:HEAD_BYTES].hex() == sha256
+    def checksums(first: int, last: int) -> bytes:
+        check()
+        return read(HEAD_BYTES + first * SUM_BYTES, HEAD_BYTES + last * SUM_BYTES)
 
-
-def kept_parts(file: Path, size: int, sha256: str) -> bytes:
-    """Return the digests that `keep_parts` has kept; empty if there are none of this content."""
-    try:
-        content = file.read_bytes()
-    except OSError:
-        return b""
-    return content[HEAD_BYTES:] if _are_parts(content, size, sha256) else b""
-
-
-def keep_parts(file: Path, sha256: str, digests: bytes) -> None:
-    """Keep the digests of what was verified on this host; do nothing if it cannot be written."""
-    with contextlib.suppress(OSError):
-        atomic.write(file, bytes.fromhex(sha256) + digests)
+    return checksums
 
 
 # ---- The copy of a dataset in a store: its small files, on this host. Its tokens stay in the store
@@ -201,15 +229,30 @@ class StoredFolder:
         self._arrays: dict[str, StoredArray] = {}
         mark = hashlib.sha256(str(address).encode()).hexdigest()[:12]
         self.path = cache.folder.parent / f"{address.prefix.rpartition('/')[2]}-{mark}"
-        names = {found.name for found in self._objects.names()}
+        self._held = {found.name: found for found in self._objects.names()}
+        names = set(self._held)
         if META_FILE not in names:
             fix = f"create it with `{PREPARE} {address}`, or correct the address"
             raise ConfigError(field, str(address), f"has no dataset (no {META_FILE})", fix)
         if STREAM_FILE in names:
             rule = "is a streamed dataset, which needs its text on this host"
             raise ConfigError(field, str(address), rule, "prepare it without --stream")
-        small = [name for name in sorted(names) if is_dataset_file(name) and not _stays(name)]
-        update_copy(self._objects, self.path, small, names, again=True)
+        small = [self._held[n] for n in sorted(names) if is_dataset_file(n) and not _stays(n)]
+        update_copy(self._objects, self.path, small, names, self._check_documents)
+
+    def _check_documents(self, names: list[str]) -> None:
+        """Compare copies with meta.json, since they may be another program's, or of a proxy.
+
+        Raises:   ConfigError("data.path", ...) if they differ.
+        """
+        parts = {documents_file(part.name): part for _, part in read_meta(self.path).parts()}
+        for name in sorted(parts.keys() & names):
+            offsets = (self.path / name).read_bytes()[-8 * (parts[name].num_documents + 1) :]
+            found, recorded = hashlib.sha256(offsets).hexdigest(), parts[name].documents_sha256
+            if found != recorded:
+                rule = f"{name} has sha256 {found[:16]}, but {META_FILE} records {recorded[:16]}"
+                fix = "copy the dataset again, or prepare it again"
+                raise ConfigError("data.path", str(self.address), rule, fix)
 
     def array(self, name: str, dtype: np.dtype, size: int, sha256: str) -> StoredArray:
         """Return the content of an object. If there is room, all of it is fetched meanwhile.
@@ -218,21 +261,17 @@ class StoredFolder:
         Raises:   ConfigError("data.path", ...) if it has another size; StoreError.
         """
         if name not in self._arrays:
-            fix = "copy the dataset again, or prepare it again"
-            try:
-                found, stamp = self._objects.about(name)
-            except Missing:
-                found, stamp = -1, Stamp(None, None)
-            if found != size:
-                state = "is missing" if found < 0 else f"has {found:,} bytes"
+            found = self._held.get(name)
+            if found is None or found.size != size:
+                state = "is missing" if found is None else f"has {found.size:,} bytes"
                 rule = f"{name} {state}, but {META_FILE} records {size:,} bytes"
+                fix = "copy the dataset again, or prepare it again"
                 raise ConfigError("data.path", str(self.address), rule, fix)
-            digests = read_parts(self._objects, name + PARTS, size, sha256)
-            digests = digests or kept_parts(self.path / (name + PARTS), size, sha256)
-            stored = CachedObject(self._objects, name, size, stamp, self._cache, digests)
-            self._cache.claimed += size
-            fits = self._cache.claimed <= self._cache.limit * AFTER
-            if not digests:
+            fits = self._cache.claimed + size <= self._cache.limit * AFTER
+            self._cache.claimed += size * fits
+            checksums, stamp = self._checksums(name, size, sha256, fits), Stamp(found.e_tag, None)
+            stored = CachedObject(self._objects, name, size, stamp, self._cache, checksums, fits)
+            if checksums is None:
                 self._check(stored, name, sha256, fits)
             if fits:
                 # Each process begins elsewhere, so that together they fetch each part once.
@@ -240,25 +279,49 @@ class StoredFolder:
             self._arrays[name] = StoredArray(stored, dtype)
         return self._arrays[name]
 
+    def _checksums(
+        self, name: str, size: int, sha256: str, fits: bool
+    ) -> Callable[[int, int], bytes] | None:
+        """Return what returns the checksums of an object; None if nobody has written them.
+
+        Args:     fits: whether the cache can hold the object, and memory all of its checksums.
+        """
+        other, file = self._held.get(name + CHECKSUMS), self.path / (name + CHECKSUMS)
+        expected = HEAD_BYTES + num_blocks(size) * SUM_BYTES
+        if other is not None and other.size == expected:
+            stamp = Stamp(other.e_tag, None)
+            stored = CachedObject(self._objects, other.name, other.size, stamp, self._cache)
+            whole = functools.cache(lambda: stored.read(0, stored.size))
+            read = (lambda first, last: whole()[first:last]) if fits else stored.read
+            return _checksums_in(read, stored.place, sha256)
+        content = file.read_bytes() if file.is_file() else b""
+        if len(content) != expected or content[:HEAD_BYTES].hex() != sha256:
+            return None
+        return _checksums_in(lambda first, last: content[first:last], str(file), sha256)
+
     def _check(self, stored: CachedObject, name: str, sha256: str, fits: bool) -> None:
         """Compare what another program has copied with meta.json, once for a cache.
 
         Raises:   ConfigError("data.path", ...) if it differs; StoreError.
         """
         what = f"{self.address}/{name}, {units.size(stored.size)}"
+        none = f"there is no {name}{CHECKSUMS}"
         if not fits or stored.size > CHECKED_BYTES:
-            log(f"WARNING    {what}, is not verified: there is no {name}{PARTS}. {NOT_VERIFIED}")
+            log(f"WARNING    {what}, is not verified: {none}. {NOT_VERIFIED}")
             return
-        log(f"checking   {what}: there is no {name}{PARTS}, so all of it is read once")
-        if (digests := stored.check(sha256)) is None:
+        log(f"checking   {what}: {none}, so all of it is read once")
+        if (sums := stored.check(sha256)) is None:
             rule = f"{name} has other content than {META_FILE} records (sha256 {sha256[:16]})"
             fix = "copy the dataset again, or prepare it again"
             raise ConfigError("data.path", str(self.address), rule, fix)
-        keep_parts(self.path / (name + PARTS), sha256, digests)
+        with contextlib.suppress(OSError):  # then it is checked at the next start, too
+            atomic.write(self.path / (name + CHECKSUMS), bytes.fromhex(sha256) + sums)
 
     def close(self) -> None:
         """End what is fetched in the background."""
         self._objects.stopped.set()
+        for array in self._arrays.values():
+            array.stored.stop()
         for array in self._arrays.values():
             array.stored.close()
 

@@ -223,8 +223,12 @@ class MetricsWriter:
         return {name: value for name, value in speed.items() if value is not None}
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a record to metrics.jsonl, and pass it to the sinks."""
-        self.file.write(json.dumps(record) + "\n")
+        """Append a record to metrics.jsonl, and pass it to the sinks.
+
+        The file has the epochs of sources without their names, which may be long and many.
+        """
+        short = [float(f"{passes:.5g}") for passes in record.get("epochs", {}).values()]
+        self.file.write(json.dumps(record | ({"epochs": short} if short else {})) + "\n")
         self.table.add(record)
         if self.sinks is not None:
             self.sinks.write(record)

@@ -47,7 +47,7 @@ class Meter:
     def __init__(self, total: int, shown: Bar):
         self.total, self.done = total, 0
         self._shown, self._began = shown, time.perf_counter()
-        self._before = _reset_peak()
+        self._before = reset_peak()
 
     def advance(self, num_bytes: int) -> None:
         """Count more bytes of weights as done."""
@@ -98,7 +98,7 @@ def peak_memory() -> int:
     return high or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _reset_peak() -> int:
+def reset_peak() -> int:
     """Reset the peak if the system allows it, and return the memory in use."""
     try:
         _RESET.write_text("5")

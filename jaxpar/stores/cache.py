@@ -1,4 +1,4 @@
-"""Objects that are read by parts, through a bounded cache in a folder of this host.
+"""Objects that are read by parts through a bounded cache in a folder of this host, or by ranges.
 
 The processes of a host share the cache. Each part is a file with its digest, named when it is
 complete. A part is fetched by one process at a time. When the cache is nearly full, the parts that
@@ -8,11 +8,15 @@ have not been read for longest are deleted.
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
+import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -58,8 +62,11 @@ class PartCache:
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.limit = folder, limit
-        #: Bytes of the objects that are read through it by this process.
+        #: Bytes of the objects whose parts this process keeps in it.
         self.claimed = 0
+        #: Of threads that read objects.
+        self.pool = ThreadPoolExecutor(FETCHED_AT_ONCE, thread_name_prefix="parts")
+        self._tasks, self._fillers = deque[Callable[[], None]](), 0
         self._mutexes = [threading.Lock() for _ in range(LOCKS + 1)]
         self._checked: dict[Path, tuple[int, int]] = {}
         self._added, self._warned, self._adding = 0.0, False, threading.Lock()
@@ -73,6 +80,24 @@ class PartCache:
             os.scandir(folder).close()
             self._warn_once(error)
         self.remove_oldest()
+
+    def fill(self, task: Callable[[], None]) -> None:
+        """Call a task in the background, on one of REST_AT_ONCE threads, which delay no exit."""
+        with self._adding:
+            self._tasks.append(task)
+            if self._fillers == REST_AT_ONCE:
+                return
+            self._fillers += 1
+        threading.Thread(target=self._fill, name="rest", daemon=True).start()
+
+    def _fill(self) -> None:
+        while True:
+            with self._adding:
+                if not self._tasks:
+                    self._fillers -= 1
+                    return
+                task = self._tasks.popleft()
+            task()
 
     def place(self, key: str, number: int) -> Path:
         """Return the file of a part."""
@@ -116,6 +141,8 @@ class PartCache:
                         warn(f"{place} is damaged, and is fetched again")
                         place.unlink(missing_ok=True)
                         return None
+                    if len(self._checked) * PART_BYTES > 2 * self.limit:
+                        self._checked.clear()  # most are of parts that were deleted
                     self._checked[place] = mark
                     found = stored[span]
                 else:
@@ -219,10 +246,20 @@ FETCHED_AT_ONCE, REST_AT_ONCE = 32, 4
 CLOSE_SECONDS = 5.0
 
 
-def digests_of(file: Path) -> bytes:
-    """Return the digests of the parts of a file, one after another."""
-    with open(file, "rb") as opened:
-        return b"".join(map(digest_of, iter(lambda: opened.read(PART_BYTES), b"")))
+#: Bytes that have a checksum, of which a part is a multiple; and bytes of a checksum, a CRC-32.
+BLOCK_BYTES, SUM_BYTES = 1 << 13, 4
+
+
+def num_blocks(size: int) -> int:
+    """Return the number of blocks in some bytes."""
+    return -(-size // BLOCK_BYTES)
+
+
+def checksums_of(content: bytes) -> bytes:
+    """Return the checksums of the blocks of some content, one after another."""
+    view, starts = memoryview(content), range(0, len(content), BLOCK_BYTES)
+    sums = (zlib.crc32(view[start : start + BLOCK_BYTES]) for start in starts)
+    return b"".join(one.to_bytes(SUM_BYTES, "little") for one in sums)
 
 
 class ObjectDamaged(RunError):
@@ -230,7 +267,11 @@ class ObjectDamaged(RunError):
 
 
 class CachedObject:
-    """The content of an object, read by parts. May be used from any thread."""
+    """The content of an object. May be used from any thread.
+
+    If its parts are kept in the cache, whole ones are read. Otherwise, what is asked for is read,
+    in whole blocks.
+    """
 
     def __init__(
         self,
@@ -239,18 +280,19 @@ class CachedObject:
         size: int,
         stamp: Stamp,
         cache: PartCache,
-        digests: bytes = b"",
+        checksums: Callable[[int, int], bytes] | None = None,
+        kept: bool = True,
     ):
         """
-        Args:     size, stamp: of the object, which must not change. digests: of its parts, one
-                  after another; empty if they are not known.
+        Args:     size, stamp: of the object, which must not change. checksums: returns those of a
+                  range of blocks; None if they are not known. kept: whether parts are kept in the
+                  cache. Then the first call of `checksums` reads all of them.
         """
         self._objects, self._name, self._stamp, self._cache = objects, name, stamp, cache
-        self.size, self._digests = size, digests
+        self.size, self._checksums, self._kept = size, checksums, kept
         about = f"{objects.address} {name} {size} {stamp.e_tag} {stamp.version}"
         self._key = hashlib.sha256(about.encode()).hexdigest()[:32]
-        self._pool = ThreadPoolExecutor(FETCHED_AT_ONCE, thread_name_prefix="parts")
-        self._stopped, self._threads = threading.Event(), list[threading.Thread]()
+        self._filling, self._stopped, self._ended = 0, False, threading.Condition()
 
     @property
     def place(self) -> str:
@@ -262,8 +304,31 @@ class CachedObject:
         """The number of parts."""
         return -(-self.size // PART_BYTES)
 
+    def begin(self, spans: Sequence[tuple[int, int]]) -> Callable[[], list[bytes]]:
+        """Begin to fetch spans, (first, last), many at a time.
+
+        Returns:  what waits for them and returns their bytes. Raises ObjectDamaged, StoreError.
+        """
+        if self._kept:
+            numbers = [range(a // PART_BYTES, -(-b // PART_BYTES)) for a, b in spans]
+            parts = self.fetch(sorted(set(itertools.chain(*numbers))))
+
+            def wait() -> list[bytes]:
+                deque(parts, 0)
+                return [self.read(*span) for span in spans]
+
+            return wait
+        pieces = [[*itertools.pairwise([*range(a, b, PART_BYTES), b])] for a, b in spans]
+        found = self._cache.pool.map(lambda span: self._blocks(*span), itertools.chain(*pieces))
+        return lambda: [b"".join(itertools.islice(found, len(some))) for some in pieces]
+
+    def _blocks(self, first: int, last: int) -> bytes:
+        start, stop = first // BLOCK_BYTES, num_blocks(last)
+        content = self._fetched(start * BLOCK_BYTES, min(stop * BLOCK_BYTES, self.size))
+        return content[first - start * BLOCK_BYTES :][: last - first]
+
     def read(self, first: int, last: int) -> bytes:
-        """Return bytes first to last.
+        """Return bytes first to last, by way of the cache.
 
         Raises:   ObjectDamaged, StoreError.
         """
@@ -275,78 +340,85 @@ class CachedObject:
             first += end - start
         return b"".join(found)
 
-    def fetch(self, numbers: Iterable[int]) -> None:
-        """Fetch those of some parts that are not here, many at a time.
+    def fetch(self, numbers: Iterable[int]) -> Iterator[bytes]:
+        """Begin to fetch those of some parts that are not here, and return an iterator over them.
 
-        Raises:   ObjectDamaged, StoreError.
+        Its end is that of the last one. It raises ObjectDamaged, StoreError.
         """
         missing = [number for number in numbers if not self._cache.has(self._key, number)]
-        for _ in self._pool.map(lambda number: self._part(number, slice(0, 0)), missing):
-            pass
+        return self._cache.pool.map(lambda number: self._part(number, slice(0, 0)), missing)
 
     def fetch_all(self, first: int = 0) -> None:
         """Fetch all parts in the background, a few at a time, in order from one of them on.
 
         After an error it stops: whoever needs a part will meet it.
         """
-
-        def fetch(numbers: range) -> None:
-            for number in numbers:
-                number = (first + number) % self.num_parts
-                if self._stopped.is_set():
-                    return
-                if not self._cache.has(self._key, number):
-                    try:
-                        self._part(number, slice(0, 0))
-                    except (RunError, ConfigError, OSError):
-                        return
-
+        with self._ended:
+            self._filling += REST_AT_ONCE
         for start in range(REST_AT_ONCE):
             numbers = range(start, self.num_parts, REST_AT_ONCE)
-            name = f"rest-{start}"
-            thread = threading.Thread(target=fetch, args=(numbers,), name=name, daemon=True)
-            thread.start()
-            self._threads.append(thread)
+            self._cache.fill(functools.partial(self._fetch_some, first, numbers))
+
+    def _fetch_some(self, first: int, numbers: range) -> None:
+        try:
+            for number in numbers:
+                number = (first + number) % self.num_parts
+                if self._stopped:
+                    return
+                if not self._cache.has(self._key, number):
+                    self._part(number, slice(0, 0))
+        except (RunError, ConfigError, OSError):
+            return
+        finally:
+            with self._ended:
+                self._filling -= 1
+                self._ended.notify_all()
 
     def check(self, sha256: str) -> bytes | None:
-        """Read everything once, and return the digests of the parts, which are then known.
+        """Read everything once, and return the checksums of the blocks, which are then known.
 
         Args:     sha256: of the content.
-        Returns:  None if it has another content; the digests stay unknown.
+        Returns:  None if it has another content; the checksums stay unknown.
         Raises:   ObjectDamaged, StoreError.
         """
-        whole, digests = hashlib.sha256(), []
+        whole, found = hashlib.sha256(), []
         for first in range(0, self.num_parts, FETCHED_AT_ONCE):
             numbers = range(first, min(first + FETCHED_AT_ONCE, self.num_parts))
-            self.fetch(numbers)
+            deque(self.fetch(numbers), 0)
             for number in numbers:
                 at = number * PART_BYTES
                 content = self.read(at, min(at + PART_BYTES, self.size))
                 whole.update(content)
-                digests.append(digest_of(content))
+                found.append(checksums_of(content))
         if whole.hexdigest() != sha256:
             return None
-        self._digests = b"".join(digests)
-        return self._digests
+        sums = b"".join(found)
+        self._checksums = lambda first, last: sums[first * SUM_BYTES : last * SUM_BYTES]
+        return sums
+
+    def stop(self) -> None:
+        """Let what is fetched in the background end after the current part."""
+        self._stopped = True
 
     def close(self) -> None:
         """End what is fetched in the background."""
-        self._stopped.set()
-        for thread in self._threads:
-            thread.join(CLOSE_SECONDS)
-        self._pool.shutdown(wait=False)
+        self.stop()
+        with self._ended:
+            self._ended.wait_for(lambda: not self._filling, CLOSE_SECONDS)
 
     def _part(self, number: int, span: slice) -> bytes:
+        if self._checksums is not None:
+            self._checksums(0, 0)  # reads them, which it may not do while the part is locked
         first = number * PART_BYTES
         size = min(self.size - first, PART_BYTES)
-        fetch = lambda: self._fetched(number, first, first + size)  # noqa: E731
+        fetch = lambda: self._fetched(first, first + size)  # noqa: E731
         return self._cache.read(self._key, number, size, span, fetch)
 
-    def _fetched(self, number: int, first: int, last: int) -> bytes:
-        """Read a part from the store. Raises:   ObjectDamaged; StoreError."""
-        at = number * DIGEST_BYTES
-        digest = self._digests[at : at + DIGEST_BYTES]
-        intact = lambda content: not digest or digest == digest_of(content)  # noqa: E731
+    def _fetched(self, first: int, last: int) -> bytes:
+        """Read whole blocks from the store. Raises:   ObjectDamaged; StoreError."""
+        sums = self._checksums
+        known = sums(first // BLOCK_BYTES, num_blocks(last)) if sums else b""
+        intact = lambda content: not sums or checksums_of(content) == known  # noqa: E731
         try:
             return self._objects.read_range(self._name, first, last, self._stamp, intact)
         except (Missing, Conflict) as error:

@@ -9,10 +9,12 @@ import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Sequence, Set
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 from jaxpar.config import ConfigError
 from jaxpar.config.json_reader import UnreadableJson, read_json
@@ -24,6 +26,7 @@ from jaxpar.stores.objects import (
     Altered,
     Conflict,
     Content,
+    Found,
     Missing,
     Objects,
     list_of_files,
@@ -42,10 +45,17 @@ class InUse(Exception):
     """Another writer has completed a folder at the address."""
 
 
-def upload_folder(objects: Objects, folder: Path, last: str, replace: bool = False) -> int:
+def upload_folder(
+    objects: Objects,
+    folder: Path,
+    last: str,
+    replace: bool = False,
+    sent: Mapping[str, Content] = MappingProxyType({}),
+) -> int:
     """Upload a folder, and return its size in bytes.
 
-    Args:     last: the file that is written last. replace: a folder that is there.
+    Args:     last: the file that is written last. replace: a folder that is there. sent: files of
+              it that are uploaded already.
     Raises:   InUse; StoreError.
     """
     names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
@@ -56,12 +66,12 @@ def upload_folder(objects: Objects, folder: Path, last: str, replace: bool = Fal
             raise InUse
         objects.delete([last])
     objects.write(FILES, list_of_files({}))
-    objects.delete(sorted(there - {last, FILES} - set(names)))
+    objects.delete(sorted(there - {last, FILES} - set(names) - sent.keys()))
     beside = min(len(names), FILES_AT_ONCE)
     send = lambda name: objects.upload(name, folder / name, beside)  # noqa: E731
     with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="upload") as pool:
         others = [name for name in names if name != last]
-        contents = dict(zip(others, pool.map(send, others), strict=True))
+        contents = {**sent, **dict(zip(others, pool.map(send, others), strict=True))}
     objects.write(FILES, list_of_files(contents))
     content = (folder / last).read_bytes()
     try:
@@ -115,14 +125,14 @@ def new_folder_at(argument: str, text: str, last: str) -> Iterator[Path]:
 def update_copy(
     objects: Objects,
     folder: Path,
-    names: Sequence[str],
+    found: Sequence[Found],
     there: Set[str],
-    again: bool = False,
+    check: Callable[[list[str]], None] = lambda names: None,
 ) -> None:
     """Bring the copy of a folder up to date. One process at a time does so.
 
-    Args:     names: the objects to copy. there: all objects; copies of others are deleted. again:
-              whether to hash the files that are here already.
+    Args:     found: the objects to copy. there: all objects; copies of others are deleted. check:
+              called with the names of those that were copied now; it may raise.
     Raises:   RunError if an object is damaged or missing; StoreError.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -136,21 +146,22 @@ def update_copy(
         with contextlib.suppress(OSError, UnreadableJson):  # then all is copied again
             before = read_json(known)
         before = before if isinstance(before, dict) else {}
-        now = {}
-        for name in names:
-            try:
-                size, stamp = objects.about(name)
-            except Missing:
-                raise _damaged(objects, f"{name} is missing") from None
-            now[name] = [size, *stamp]
-            expected = recorded.get(name)
-            same = now[name] == before.get(name)
-            if not (same and _is_intact(folder / name, size, expected if again else None)):
-                _download(objects, name, folder / name, expected)
+        about = lambda one: [one.size, one.e_tag, _changed(folder / one.name)]  # noqa: E731
+        late = [one.name for one in found if about(one) != before.get(one.name)]
+        copy = lambda name: _download(objects, name, folder / name, recorded.get(name))  # noqa: E731
+        with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="copy") as pool:
+            deque(pool.map(copy, late), 0)
+        check(late)
         for old in sorted(set(before) - there):
             (folder / old).unlink(missing_ok=True)
-        kept = {name: about for name, about in before.items() if name in there}
+        kept = {name: one for name, one in before.items() if name in there}
+        now = {one.name: about(one) for one in found}
         atomic.write(known, json.dumps(kept | now).encode())
+
+
+def _changed(file: Path) -> int | None:
+    """Return the time of a file's last change; None if there is none."""
+    return file.stat().st_mtime_ns if file.is_file() else None
 
 
 def _download(objects: Objects, name: str, file: Path, expected: Content | None) -> None:
@@ -160,15 +171,6 @@ def _download(objects: Objects, name: str, file: Path, expected: Content | None)
         raise _damaged(objects, str(error)) from error
     except Missing:
         raise _damaged(objects, f"{name} is missing") from None
-
-
-def _is_intact(file: Path, size: int, expected: Content | None) -> bool:
-    if not file.is_file() or file.stat().st_size != size:
-        return False
-    if expected is None:
-        return True
-    with open(file, "rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest() == expected.sha256
 
 
 def _damaged(objects: Objects, why: str) -> RunError:

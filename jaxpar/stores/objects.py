@@ -83,8 +83,9 @@ PATIENT_SECONDS, SHORT_SECONDS = 180.0, 20.0
 #: Calls before an error is raised, and the seconds before the second one; doubled each time.
 ATTEMPTS, BACKOFF_SECONDS = 4, 1.0
 
-#: Bytes of a part of an upload; more for files that would have more than MAX_PARTS of them.
-PART_BYTES, MAX_PARTS = 16 << 20, 9000
+#: Bytes of a part of an upload; more for files that would have more than MAX_PARTS of them, up to
+#: the most that stores take.
+PART_BYTES, MAX_PARTS, MAX_PART_BYTES = 16 << 20, 9000, 5 << 30
 
 #: Parts that are sent at the same time, of all files together. More would share a slow link, and
 #: each take longer than REQUEST_SECONDS (docs/experiments/stores.md#parts-in-flight).
@@ -96,6 +97,15 @@ CHUNK_BYTES = 8 << 20
 
 #: Marks the form of a list of files.
 FORMAT = 1
+
+
+def parts_of_upload(size: int, beside: int = 1) -> tuple[int, int]:
+    """Return the bytes of a part of a file, and how many are sent at the same time.
+
+    Larger parts are fewer at a time, since they wait in memory. Args:     beside: as `upload`.
+    """
+    part = max(PART_BYTES, -(-size // MAX_PARTS))
+    return part, max(PARTS_AT_ONCE * PART_BYTES // part // beside, 1)
 
 
 class StoreError(RunError):
@@ -132,6 +142,7 @@ class Found(NamedTuple):
     size: int
     modified: str = ""
     """Date and time, in the zone of this host."""
+    e_tag: str | None = None
 
 
 class Content(NamedTuple):
@@ -230,12 +241,14 @@ class Objects:
         """Write a file's content to an object, and return its size and SHA-256.
 
         Args:     beside: files that are sent at the same time, this one included.
-        Raises:   FileNotFoundError if the file is gone; StoreError.
+        Raises:   FileNotFoundError if the file is gone; ConfigError if it is too large; StoreError.
         """
+        part, at_once = parts_of_upload(size := file.stat().st_size, beside)
+        if part > MAX_PART_BYTES:
+            rule = f"cannot have {name}: its {size:,} bytes are more than an object may have"
+            raise self._refused(rule, f"write files of at most {MAX_PART_BYTES * MAX_PARTS:,}")
         with open(file, "rb") as opened:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()
-            size = opened.seek(0, os.SEEK_END)
-        part, at_once = max(PART_BYTES, -(-size // MAX_PARTS)), max(PARTS_AT_ONCE // beside, 1)
 
         def send() -> None:
             obstore().put(self._store, name, file, chunk_size=part, max_concurrency=at_once)
@@ -378,7 +391,7 @@ class Objects:
 
 def _found(about: Any) -> Found:
     modified = about["last_modified"].astimezone().strftime("%Y-%m-%d %H:%M:%S")
-    return Found(about["path"], about["size"], modified)
+    return Found(about["path"], about["size"], modified, about["e_tag"])
 
 
 def can_be_named(name: str) -> bool:

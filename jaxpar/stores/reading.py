@@ -125,14 +125,14 @@ def find_model(text: str, option: str, files: Sequence[str], rule: str, fix: str
         return hub.find(text, option, files, rule, fix)
     address = read_address(option, text)
     objects = Objects(address, option)
-    names = [found.name for found in objects.names(exact=True)]
-    asked = [name for name in names if any(fnmatch.fnmatch(name, one) for one in files)]
-    asked = [name for name in asked if not any(fnmatch.fnmatch(name, o) for o in hub.LEFT_OUT)]
+    found = objects.names(exact=True)
+    asked = [one for one in found if any(fnmatch.fnmatch(one.name, name) for name in files)]
+    asked = [one for one in asked if not any(fnmatch.fnmatch(one.name, o) for o in hub.LEFT_OUT)]
     if not asked:
         rule = "contains neither a run nor a published model"
         raise ConfigError(option, text, rule, "correct the address")
     folder = local_folder(address, "models")
-    update_copy(objects, folder, asked, set(names))
+    update_copy(objects, folder, asked, {one.name for one in found})
     return hub.Snapshot(folder, str(address))
 
 

@@ -1,5 +1,7 @@
 """Several sources by weight: shares, epochs, order, and the same batches wherever they are made."""
 
+import shlex
+
 import jax
 import numpy as np
 import pytest
@@ -284,12 +286,25 @@ def test_far_steps_of_a_stage_agree_with_near_ones():
         ("50:[0,0,0]", "must not all be 0"),
         ("50:[1,-1,1]", r"mixture_schedule\[0\]\.weights\[1\] = -1\.0: must not be negative"),
         ("50:[1,inf,1]", "must be finite"),
+        ("50:[1,1,0],60:[1,1e-5,1]", r"schedule\[1\]\.weights\[1\] = 1e-05: .* 1/65,536 of the"),
         (",".join(f"{n}:[1,1,1]" for n in range(1, 200)), "more than 100"),
     ],
 )
 def test_a_bad_schedule_is_one_error(cfg, text, said):
     with pytest.raises(ConfigError, match=said):
         check(parse_overrides(cfg, [f"--data.mixture-schedule={text}"]))
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1e-7, 1.0), (1e308, 1e308, 1e-320), (1e-5, 1e-9, 1.0)])
+def test_a_weight_below_a_sequence_of_a_block_is_refused(cfg, paths, weights):
+    """It would be rounded up to one, many times its share. The fix works at once."""
+    small = replace(cfg, **{"data.mixture": tuple(map(Source, paths, weights))})
+    with pytest.raises(ConfigError, match=r"data\.mixture\[\d\]\.weight = 1e-.* 1/65,536") as error:
+        check(small)
+    fixed = parse_overrides(small, shlex.split(error.value.fix.removeprefix("use ")))
+    check(fixed)
+    shares = np.array([source.weight for source in fixed.data.mixture])
+    np.testing.assert_array_less(1 / BLOCK, shares / shares.max() / np.sum(shares / shares.max()))
 
 
 def test_a_schedule_needs_several_sources(cfg):

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh
 
 from jaxpar.config import Config, ConfigError, replace
-from jaxpar.data.formats.arrays import DocumentOffsets, Joined, MappedArray
+from jaxpar.data.formats.arrays import DocumentOffsets, FileArray, Joined
 from jaxpar.data.formats.identity import BASE, BLOCK, MODULUS, StreamHash
 from jaxpar.data.formats.inspect import inspect_tokens
 from jaxpar.data.formats.meta import read_meta
@@ -349,7 +349,7 @@ def test_arrays_in_a_row(tmp_path):
         tokens, arrays = np.arange(before[-1], dtype="<u2"), []
         for n, (first, end) in enumerate(itertools.pairwise(before)):
             tokens[first:end].tofile(tmp_path / f"{n}")
-            arrays.append(MappedArray(tmp_path / f"{n}", tokens.dtype, int(end - first)))
+            arrays.append(FileArray(tmp_path / f"{n}", tokens.dtype, int(end - first)))
         joined = Joined(arrays)
         length = int(draws.integers(1, before[-1] + 1))
         firsts = draws.integers(0, before[-1] - length + 1, 9)

@@ -4,16 +4,20 @@ import json
 import os
 import shutil
 
+import jax
 import numpy as np
 import pytest
 
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import Config, ConfigError, ParallelConfig, replace
+from jaxpar.data.formats import arrays
 from jaxpar.data.formats.inspect import inspect_tokens
 from jaxpar.data.formats.meta import read_meta
 from jaxpar.data.formats.tokens import TokenDataset
+from jaxpar.data.loader import Loader
 from jaxpar.data.options import InspectOptions
 from jaxpar.data.sources import open_sources
 from jaxpar.runtime import exit_codes
+from jaxpar.sharding.mesh import make_mesh
 
 
 @pytest.fixture
@@ -101,7 +105,7 @@ def test_tokens_that_cannot_be_read(number, kind, copy, monkeypatch):
     def fail(path, *_, **__):
         raise OSError(number, os.strerror(number), str(path))
 
-    monkeypatch.setattr(np, "memmap", fail)
+    monkeypatch.setattr(arrays, "_Opened", fail)
     cfg = replace(Config(), **{"data.path": str(copy)})
     said = rf"data\.path.*train\.bin cannot be read: {os.strerror(number)}"
     with pytest.raises(kind, match=said):
@@ -186,8 +190,11 @@ def test_documents_that_end_before_they_begin(offset, copy):
     offsets = np.load(path)
     offsets[2] = offset
     np.save(path, offsets)
-    with pytest.raises(ConfigError, match=r"train\.documents\.npy drops from .* at document \d+"):
-        TokenDataset.open(copy)
+    values = {"data.path": str(copy), "data.seq_len": 16, "train.global_batch_size": 8}
+    loader = Loader(replace(Config(), **values), make_mesh(ParallelConfig(), jax.devices()[:1]))
+    with pytest.raises(ConfigError, match=r"train\.documents\.npy is not in order at document \d"):
+        for _ in loader.once(loader.first_sequences(10**6)):
+            pass
 
 
 def test_documents_are_part_of_the_identity_and_inspected(copy):

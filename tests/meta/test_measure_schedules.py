@@ -32,9 +32,7 @@ def write_run(
         at_3 = step == 3
         record = {"step": step, "loss": loss if at_3 else 2.0, "grad_norm": 1.0}
         record |= {"global_batch_size": rows if at_3 else 8, "seq_len": 16, "learning_rate": 1e-3}
-        records.append(
-            record | {"tokens_seen": 128 * step, "num_tokens": 100, "epochs": {"a": 0.1}}
-        )
+        records.append(record | {"tokens_seen": 128 * step, "num_tokens": 100, "epochs": [0.1]})
         windows = [8 * step + window * at_3, 8 * step + 8]
         bits = {"loss": "0", "grad_norm": "0"}
         recent.append(

@@ -9,7 +9,7 @@ import urllib.request
 import numpy as np
 import pytest
 
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import Config, ConfigError, Source, replace
 from jaxpar.config.metrics import METRICS, Metric, declare_more
 from jaxpar.monitoring.evaluations import Score
 from jaxpar.monitoring.metric_names import TABLE_FILE, read_table, tag
@@ -50,6 +50,21 @@ def test_tensorboard_reads_what_was_written(devices, tmp_path):
     assert scalars(tmp_path, HELD_OUT) == [(4, 7.0)]
     seen = {record_name for record_name in written(tmp_path) if record_name != "step"}
     assert {tag(name) for name in seen} <= set(tags(tmp_path))
+
+
+def test_a_record_of_many_sources_is_short(devices, tmp_path):
+    """metrics.jsonl has their epochs in the order of data.mixture, sinks have their names."""
+    sources = {f"s3://bucket/data/common-crawl/part-{n}": 1 / 3 + n for n in range(200)}
+    cfg = config(**{"data.mixture": tuple(Source(path, 1.0) for path in sources)})
+    sinks = open_sinks(cfg, tmp_path, 0, pytest.fail)
+    with MetricsWriter(cfg, tmp_path, 0, lambda step: 0.1, lambda step: sources, sinks=sinks) as w:
+        w.write_previous(0, dict(loss=1.0, grad_norm=1.0, num_tokens=16.0), 0.0)
+        w.flush()
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert len(line) < 2500
+    np.testing.assert_allclose(json.loads(line)["epochs"], [*sources.values()], rtol=1e-4)
+    last = f"training/epochs/{[*sources][-1]}"
+    assert scalars(tmp_path, last) == [(1, pytest.approx(199 + 1 / 3))]
 
 
 def written(folder) -> set[str]:

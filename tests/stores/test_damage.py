@@ -210,7 +210,7 @@ def test_random_damage_of_a_dataset_gives_no_wrong_token(data, address, tmp_path
     store = objects_at(address._replace(prefix="data"))
     here = replace(data, **{"data.path": str(tmp_path / "made")})
     wanted = open_sources(here, "train")[0].dataset.tokens[:].tolist()
-    for name in ("meta.json", "stored_files.json", "train.bin", "train.bin.parts"):
+    for name in ("meta.json", "stored_files.json", "train.bin", "train.bin.checksums"):
         content = store.read(name)[0]
         for number in range(count):
             noise = random.Random(f"{name} {number}")

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 
 import chex
@@ -26,6 +27,7 @@ from jaxpar.runtime.exit_codes import RunError
 from jaxpar.sharding.axes import AXES
 from jaxpar.stores import cache, folders
 from jaxpar.stores.cache import ObjectDamaged
+from jaxpar.stores.folders import listed_files
 from tests.data.commands import main
 from tests.stores.server import objects_at
 
@@ -34,9 +36,9 @@ LENGTH = 32
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch):
-    """Parts of 512 bytes; no dataset stays open."""
+    """Parts of 512 bytes in blocks of 64; no dataset stays open."""
     monkeypatch.setattr(cache, "PART_BYTES", 512)
-    monkeypatch.setattr("jaxpar.data.stored.PART_BYTES", 512)
+    monkeypatch.setattr(cache, "BLOCK_BYTES", 64)
     yield
     stored_folder.close_all()
 
@@ -136,7 +138,7 @@ def test_parts_are_fetched_once_also_by_other_processes(made, monkeypatch, s3):
     assert not s3.requests
     stored_folder.close_all()  # as a new process
     loader(made).batch(0)
-    assert not [path for _, path in s3.requests if path.endswith("train.bin")][1:]  # the head
+    assert not [path for _, path in s3.requests if path.endswith("train.bin")]
 
 
 @pytest.mark.waits
@@ -164,6 +166,41 @@ def test_the_cache_stays_below_its_size(made, monkeypatch, here):
         assert sum(path.stat().st_size for path in files(made)) <= limit
     stored._cache.limit = 1 << 30
     assert_same_batches(some, loader(config(here)))
+
+
+@pytest.fixture
+def fetched(monkeypatch) -> Counter[str]:
+    """The bytes that were asked for, by object."""
+    sizes, read = Counter[str](), stored_folder.Objects.read_range
+
+    def counted(self, name, first, last, *more):
+        sizes[name] += last - first
+        return read(self, name, first, last, *more)
+
+    monkeypatch.setattr(stored_folder.Objects, "read_range", counted)
+    return sizes
+
+
+def test_of_data_above_the_cache_what_is_used_is_read(made, data, here, fetched):
+    """Whole blocks, at random places; the small held-out split is kept."""
+    size = (here / "train.bin").stat().st_size
+    made = replace(made, **{"data.cache_gib": size * 1.2 / 2**30})
+    train, val = loader(made), loader(made, "val")
+    assert_same_batches(train, loader(config(here)), range(4))
+    used = 4 * 16 * (LENGTH + 1) * 2
+    # Of 66 bytes at a random multiple of 64: two blocks.
+    assert used < fetched["train.bin"] <= 2 * used
+    assert train.sources[0].dataset.tokens[:].tolist() == tokens_of(here)
+    for _ in range(3):
+        val.sources[0].dataset.tokens[:]
+    assert fetched["val.bin"] <= (here / "val.bin").stat().st_size
+    objects_at(data).write("train.bin", bytes(size))  # with another ETag
+    with pytest.raises(ObjectDamaged, match="was deleted or replaced while it was read"):
+        train.batch(9)
+
+
+def tokens_of(folder: Path) -> list[int]:
+    return np.fromfile(folder / "train.bin", "<u2").tolist()
 
 
 def test_the_parts_that_were_not_read_for_longest_are_deleted(tmp_path, monkeypatch):
@@ -267,6 +304,33 @@ def test_a_dataset_is_complete_or_absent(made, data, monkeypatch, tmp_path, caps
     assert not list((tmp_path / "cache" / "jaxpar" / "preparing").iterdir())
 
 
+def test_parts_leave_this_host_when_they_are_complete(data, text, s3, monkeypatch, tmp_path):
+    """Their tokens are in the store before the dataset is, and only one part's are here."""
+    lines, upload, most = (
+        text.read_text().splitlines(keepends=True),
+        stored_folder.Objects.upload,
+        0,
+    )
+
+    def counted(self, name, file, beside=1):
+        nonlocal most
+        most = max(most, len([*(tmp_path / "cache/jaxpar/preparing").rglob("train.bin")]))
+        return upload(self, name, file, beside)
+
+    monkeypatch.setattr(stored_folder.Objects, "upload", counted)
+    for number in range(3):
+        (tmp_path / f"{number}.jsonl").write_text("".join(lines[30 * number :][:30]))
+    inputs = tuple(str(tmp_path / f"{number}.jsonl") for number in range(3))
+    made = {"input": inputs, "holdout": 0.2, "parts": 3, "workers": 1}
+    prepare(PrepareOptions(output=str(tmp_path / "here"), **made))
+    prepare(PrepareOptions(output=str(data), **made))
+    assert most == 1
+    assert_same_batches(loader(config(data)), loader(config(tmp_path / "here")), range(3))
+    listed = listed_files(objects_at(data))
+    assert {f"part-{n:05}/train.bin" for n in range(3)} <= listed.keys()
+    assert not [name for name in listed if name.endswith(("sent.json", "address"))]
+
+
 def test_inspect_takes_an_address(made, data, here, capsys):
     assert main(["inspect", str(data)]) == 0
     stored = capsys.readouterr().out.split("\n")
@@ -309,8 +373,7 @@ import numpy as np
 from jaxpar.config import Config, replace
 from jaxpar.data.sources import open_sources
 from jaxpar.stores import cache
-import jaxpar.data.stored
-cache.PART_BYTES = jaxpar.data.stored.PART_BYTES = 512
+cache.PART_BYTES, cache.BLOCK_BYTES = 512, 64
 cache.CachedObject.fetch_all = lambda self, first=0: None
 (source,) = open_sources(replace(Config(), **{{"data.path": {str(data)!r}}}), "train")
 print(source.dataset.tokens[:].astype(np.int64).sum())

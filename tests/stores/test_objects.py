@@ -35,6 +35,22 @@ def test_a_large_file_is_sent_in_parts(store, tmp_path, monkeypatch):
     assert (tmp_path / "out").read_bytes() == content
 
 
+@pytest.mark.parametrize("size", [0, 10**9, 10**12, 5 << 40, 43 << 40])
+def test_parts_are_within_the_limits_of_s3(size):
+    """10,000 parts, of 5 MiB to 5 GiB; and what waits in memory is bounded."""
+    part, at_once = objects.parts_of_upload(size)
+    assert 5 << 20 <= part <= objects.MAX_PART_BYTES == 5 << 30
+    assert size <= 10_000 * part and part * at_once <= max(256 << 20, part)
+
+
+def test_a_file_above_the_limits_is_refused(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(objects, "MAX_PART_BYTES", 16 << 20)
+    with open(tmp_path / "in", "wb") as file:
+        file.truncate(1 << 42)  # read by nobody
+    with pytest.raises(ConfigError, match=r"cannot have x: its 4,398,046,511,104 bytes are more"):
+        store.upload("x", tmp_path / "in")
+
+
 def test_conditional_writes(store):
     first = store.write_if("x", b"1", None)
     with pytest.raises(Conflict):

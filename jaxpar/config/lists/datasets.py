@@ -8,6 +8,9 @@ from jaxpar.config.schema.items import EvaluationSet, MixtureWeights, Source
 #: Names of the evaluations that every run may have, with AVERAGED: of these weights, on HELD_OUT.
 HELD_OUT, TEST = "held_out", "test"
 
+#: Sequences in a block of a mixture (`data/mixture.py`). Shares are exact to 1 / BLOCK.
+BLOCK = 1 << 16
+
 
 def held_out_sets(cfg: Config) -> list[EvaluationSet]:
     """Return the sets of `evaluation.sets` with their splits, in order."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from jaxpar.config import Config, ConfigError, MixtureWeights, flag, require, value_of
 from jaxpar.config.fields import refused
+from jaxpar.config.lists.datasets import BLOCK, stages
 from jaxpar.config.lists.step_sizes import (
     BATCHES,
     LENGTHS,
@@ -29,6 +30,7 @@ def data(cfg: Config) -> None:
             raise refused(where, weights, rule, *ways)
         if not any(weights):
             raise refused(where, weights, "must not all be 0", *ways)
+    _shares(cfg)
     path, eos = "data.eos_id", cfg.data.eos_id
     rule = "must not be negative, or must be None for files that mark documents"
     require(eos is None or eos >= 0, cfg, path, rule, flag(path, None))
@@ -39,6 +41,34 @@ def _with_weights(stage: MixtureWeights, count: int) -> MixtureWeights:
     if len(stage.weights) == count and any(stage.weights):
         return stage
     return dataclasses.replace(stage, weights=(1.0,) * count)
+
+
+def _shares(cfg: Config) -> None:
+    """Check that each source has a sequence of every block, unless its weight is 0."""
+    given = cfg.data.mixture_schedule
+    for at, stage in enumerate(stages(cfg)):
+        enough = _with_shares(stage.weights)
+        if enough == stage.weights:
+            continue
+        i = next(i for i, weight in enumerate(enough) if weight != stage.weights[i])
+        if at == 0:
+            pairs = zip(cfg.data.mixture, enough, strict=True)
+            sources = tuple(dataclasses.replace(one, weight=weight) for one, weight in pairs)
+            where, way = f"data.mixture[{i}].weight", flag("data.mixture", sources)
+        else:
+            raised = (dataclasses.replace(one, weights=_with_shares(one.weights)) for one in given)
+            where = f"data.mixture_schedule[{at - 1}].weights[{i}]"
+            way = flag("data.mixture_schedule", tuple(raised))
+        rule = f"must be at least 1/{BLOCK:,} of the sum of the weights"
+        raise refused(where, stage.weights[i], rule, way)
+
+
+def _with_shares(weights: tuple[float, ...]) -> tuple[float, ...]:
+    """Return weights that are each 0, or at least 1 / BLOCK of their sum."""
+    most = max(weights)
+    least = sum(weight / most for weight in weights) / BLOCK * most
+    enough = float(f"{2 * least:.2g}")
+    return tuple(enough if 0 < weight < least else weight for weight in weights)
 
 
 def schedules(cfg: Config) -> None:

@@ -140,6 +140,9 @@ class Part(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The same of the lengths of the documents."""
     targets_hash: PerhapsHash = ""
     """The same of the targets."""
+    most_documents: tuple[Count, ...] = ()
+    """How many documents begin within 2^k tokens in a row, at most (`arrays.most_documents`). Empty
+    in folders of version 1."""
 
     def __post_init__(self) -> None:
         if self.num_documents > self.num_tokens:

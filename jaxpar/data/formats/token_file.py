@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxpar.config import ConfigError
-from jaxpar.data.formats.arrays import MappedArray
+from jaxpar.data.formats.arrays import FileArray
 from jaxpar.runtime.files import atomic
 
 #: Tokens to read at a time.
@@ -31,9 +31,9 @@ class TokenFile:
     document_offsets: np.ndarray | None
     """int64 [documents + 1], increasing from 0 to num_tokens. None: documents are not marked."""
 
-    def tokens(self) -> MappedArray:
-        """Return the tokens, memory-mapped."""
-        return MappedArray(self.path, self.dtype, self.num_tokens, self.header_bytes)
+    def tokens(self) -> FileArray:
+        """Return the tokens, which are read when they are needed."""
+        return FileArray(self.path, self.dtype, self.num_tokens, self.header_bytes)
 
 
 @dataclass(frozen=True, eq=False)

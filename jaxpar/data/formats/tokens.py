@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxpar.config import ConfigError
-from jaxpar.data.formats.arrays import DocumentOffsets, Joined, MappedArray, WindowedArray
+from jaxpar.data.formats.arrays import DocumentOffsets, FileArray, Joined, SortedFile, WindowedArray
 from jaxpar.data.formats.identity import StreamHash
 from jaxpar.data.formats.meta import (
     META_FILE,
@@ -37,9 +37,6 @@ STORED: "dict[Path, StoredFolder]" = {}
 #: Documents to check for a common beginning.
 LOOKED_AT = 16
 
-#: Document offsets to compare at a time.
-AT_A_TIME = 1 << 20
-
 
 @dataclass(frozen=True, eq=False)
 class TokenDataset:
@@ -53,8 +50,8 @@ class TokenDataset:
     fingerprint: str
     """Identity of the data, independent of its location."""
     tokens: Joined
-    """Unsigned or signed integers [num_tokens]: the parts in a row. They are memory-mapped; or
-    tokenized, or read from a store, when they are needed."""
+    """Unsigned or signed integers [num_tokens]: the parts in a row. They are read from files
+    or a store, or tokenized, when they are needed."""
     document_offsets: DocumentOffsets
     """int64 [num_documents + 1]: increasing from 0 to num_tokens."""
     files: tuple[Path, ...]
@@ -70,11 +67,11 @@ class TokenDataset:
 
     @classmethod
     def open(cls, folder: str | Path, split: str = TRAIN, workers: int = 0) -> "TokenDataset":
-        """Memory-map a split of a dataset folder.
+        """Open a split of a dataset folder.
 
         Args:     workers: processes that tokenize the text of a streamed dataset. 0: this one.
         Raises:   ConfigError("data.path", ...) if the folder is not a dataset, the split is empty,
-                  the size of a file differs from meta.json, or a document ends before it starts.
+                  or a file has another size than in meta.json.
         """
         if split not in SPLITS:
             raise ValueError(f"split {split!r} is not one of {', '.join(SPLITS)}")
@@ -98,7 +95,7 @@ class TokenDataset:
             from jaxpar.data.stream.tokens import StreamedTokens
 
             tokens = [StreamedTokens.open(folder, split, meta, workers, offsets[0])]
-        found = cls(
+        return cls(
             path=folder,
             split=split,
             vocab_size=meta.vocab_size,
@@ -110,9 +107,6 @@ class TokenDataset:
             parts=parts,
             targets=_map_targets(folder, parts) if sizes.has_targets else None,
         )
-        if folder in STORED:  # perhaps copied by another program, or through a proxy
-            found.check_offsets()
-        return found
 
     @property
     def name(self) -> str:
@@ -190,9 +184,25 @@ class TokenDataset:
             stream.update(found)
         self.check_hash(file, stream.hex(), recorded, "the hash of a stream")
 
+    def max_documents(self, seq_len: int) -> int:
+        """Return an upper bound on the documents in a sequence, wherever it begins."""
+        tables = [part.most_documents for part in self.parts]
+        most = self.document_offsets.most(
+            1 << (seq_len - 1).bit_length(), tables if all(tables) else ()
+        )
+        return min(1 + most, seq_len, self.num_documents)
+
+    def disordered(self, document: int) -> ConfigError:
+        """Return the error for documents that are not in the order of their tokens."""
+        before = self.document_offsets.documents_before
+        number = int(np.searchsorted(before[1:-1], document, side="right"))
+        file = documents_file(self.parts[number].name) if self.parts else ""
+        rule = f"{self.path / file} is not in order at document {document - before[number]:,}"
+        return _damaged(self.path, rule)
+
     def begins_with(self, ids: Sequence[int]) -> bool:
         """Return whether documents start with these ids, from the first few documents."""
-        starts = self.document_offsets[:-1][:LOOKED_AT]
+        starts = self.document_offsets[: min(LOOKED_AT, self.num_documents)]
         return all(self.tokens[i : i + len(ids)].tolist() == list(ids) for i in starts)
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
@@ -216,7 +226,7 @@ def _map(folder: Path, name: str, dtype: np.dtype, part: Part, sha256: str) -> W
     if found != expected:
         state = "is missing" if found is None else f"has {found:,} bytes"
         raise _damaged(folder, f"{path} {state}, but {META_FILE} records {expected:,} bytes")
-    return MappedArray(path, dtype, part.num_tokens)
+    return FileArray(path, dtype, part.num_tokens)
 
 
 def _map_targets(folder: Path, parts: Sequence[Part]) -> Joined:
@@ -224,28 +234,25 @@ def _map_targets(folder: Path, parts: Sequence[Part]) -> Joined:
     return Joined([_map(folder, targets_file(p.name), byte, p, p.targets_sha256) for p in parts])
 
 
-def _map_offsets(folder: Path, part: Part) -> np.ndarray:
+def _map_offsets(folder: Path, part: Part) -> SortedFile:
     path = folder / documents_file(part.name)
     try:
-        offsets = np.load(path, mmap_mode="r", allow_pickle=False)
+        with path.open("rb") as file:
+            if np.lib.format.read_magic(file) != (1, 0):
+                raise ValueError("another version of NumPy's format")
+            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+            header_bytes = file.tell()
     except Exception as error:  # for a damaged header, NumPy raises errors of several kinds
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
             raise  # which may be transient
         raise _damaged(folder, f"{path} cannot be read ({error})") from error
-    if offsets.shape != (part.num_documents + 1,) or offsets.dtype != np.int64:
+    if shape != (part.num_documents + 1,) or dtype != np.int64:
         expected = f"int64 [{part.num_documents + 1}]"
-        found = f"{offsets.dtype} {list(offsets.shape)}"
-        raise _damaged(folder, f"{path} has {found}, not {expected}")
+        raise _damaged(folder, f"{path} has {dtype} {list(shape)}, not {expected}")
+    offsets = SortedFile(path, np.dtype("<i8"), shape[0], header_bytes)
     if (offsets[0], offsets[-1]) != (0, part.num_tokens):
         ends = f"{offsets[0]:,} to {offsets[-1]:,}"
         raise _damaged(folder, f"{path} runs from {ends}, not from 0 to {part.num_tokens:,}")
-    for first in range(0, len(offsets), AT_A_TIME):
-        some = offsets[first : first + AT_A_TIME + 1]
-        falls = np.flatnonzero(some[1:] < some[:-1])
-        if len(falls):
-            at = first + int(falls[0])
-            rule = f"{path} drops from {offsets[at]:,} to {offsets[at + 1]:,} at document {at:,}"
-            raise _damaged(folder, rule)
     return offsets
 
 

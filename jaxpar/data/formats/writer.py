@@ -6,12 +6,13 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from jaxpar.config import ConfigError
 from jaxpar.config.rules.paths import check_path, is_address
+from jaxpar.data.formats.arrays import most_documents
 from jaxpar.data.formats.identity import StreamHash
 from jaxpar.data.formats.meta import (
     COUNTS_FILE,
@@ -46,6 +47,55 @@ class TextPart(NamedTuple):
     """int32 [tokens]."""
 
 
+#: Document offsets to buffer before a write.
+FLUSH_DOCUMENTS = 1 << 16
+
+
+class OffsetsWriter:
+    """Appends document offsets to a .npy file, whose header is completed at the end."""
+
+    def __init__(self, path: Path):
+        self._path, self._held, self._count = path, array("q", [0]), 0
+        self._last = np.zeros(0, "<i8")
+        #: Of the offsets, and of the lengths of the documents.
+        self.sha256, self.hash = hashlib.sha256(), StreamHash()
+        with path.open("wb") as file:
+            self._write_header(file)
+
+    def append(self, end: int) -> None:
+        """Add the end of a document: the tokens up to it."""
+        self._held.append(end)
+        if len(self._held) >= FLUSH_DOCUMENTS:
+            self._flush()
+
+    def extend(self, ends: np.ndarray) -> None:
+        """Add the ends of documents: int64, increasing."""
+        self._held.frombytes(np.ascontiguousarray(ends, np.int64).tobytes())
+        self._flush()
+
+    def close(self) -> np.ndarray:
+        """Complete the file. Returns:  int64 [documents + 1], memory-mapped."""
+        self._flush()
+        with self._path.open("r+b") as file:
+            self._write_header(file)
+        offsets: np.ndarray = np.load(self._path, mmap_mode="r")
+        return offsets
+
+    def _write_header(self, file: BinaryIO) -> None:
+        # NumPy leaves space for the digits of any number of elements.
+        about = {"descr": "<i8", "fortran_order": False, "shape": (self._count,)}
+        np.lib.format.write_array_header_1_0(file, about)
+
+    def _flush(self) -> None:
+        offsets = np.array(self._held, "<i8")
+        with self._path.open("ab") as file:
+            file.write(offsets)
+        self.sha256.update(offsets)
+        self.hash.update(np.diff(offsets, prepend=self._last))
+        self._held, self._count = array("q"), self._count + len(offsets)
+        self._last = offsets[-1:] if len(offsets) else self._last
+
+
 class SplitWriter:
     """Appends documents to a part of a split, and collects the values of its `Part`."""
 
@@ -58,7 +108,7 @@ class SplitWriter:
         self._hash, self._targets_hash = StreamHash(), StreamHash()
         self._held: list[np.ndarray] = []
         self._held_tokens = 0
-        self._offsets = array("q", [0])
+        self._documents = OffsetsWriter(folder / documents_file(split))
         #: UTF-8 bytes of text so far; 0 if unknown.
         self.num_bytes = 0
         self.num_tokens = 0
@@ -77,7 +127,7 @@ class SplitWriter:
         self.num_bytes += len(piece.text.encode("utf-8"))
         if piece.last:
             self._hold(self._eos)
-            self._offsets.append(self.num_tokens)
+            self._documents.append(self.num_tokens)
 
     def copy(self, ids: np.ndarray) -> None:
         """Add tokens unchanged, including their ends of text.
@@ -93,7 +143,7 @@ class SplitWriter:
                   targets: bool [tokens].
         """
         self._hold(ids)
-        self._offsets.append(self.num_tokens)
+        self._documents.append(self.num_tokens)
         marks = targets.astype(np.uint8)
         with (self._folder / targets_file(self._split)).open("ab") as file:
             file.write(marks.tobytes())
@@ -106,24 +156,23 @@ class SplitWriter:
 
         Args:     ends: int64, increasing: number of tokens in this split up to each end.
         """
-        self._offsets.frombytes(np.ascontiguousarray(ends, np.int64).tobytes())
+        self._documents.extend(ends)
 
     def close(self) -> Part:
         """Write the buffered tokens and the document offsets."""
         self._flush()
-        offsets, documents_hash = np.array(self._offsets, "<i8"), StreamHash()
-        documents_hash.update(np.diff(offsets))
-        np.save(self._folder / documents_file(self._split), offsets)
+        offsets = self._documents.close()
         return Part(
             name=self._split,
             num_tokens=self.num_tokens,
-            num_documents=len(self._offsets) - 1,
+            num_documents=len(offsets) - 1,
             num_bytes=self.num_bytes,
             sha256=self._sha256.hexdigest(),
-            documents_sha256=hashlib.sha256(offsets).hexdigest(),
+            documents_sha256=self._documents.sha256.hexdigest(),
             targets_sha256=self._targets_sha256.hexdigest() if self.num_targets else "",
             tokens_hash=self._hash.hex(),
-            documents_hash=documents_hash.hex(),
+            documents_hash=self._documents.hash.hex(),
+            most_documents=tuple(most_documents(offsets)),
             targets_hash=self._targets_hash.hex() if self.num_targets else "",
         )
 

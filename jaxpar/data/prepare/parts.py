@@ -52,7 +52,7 @@ from jaxpar.data.prepare.documents import InputFile
 from jaxpar.data.prepare.progress import PreparationProgress
 from jaxpar.data.prepare.splits import Borders, check_no_split_is_empty, in_words, shares_of
 from jaxpar.data.processes import Processes
-from jaxpar.data.stored import whole_address
+from jaxpar.data.stored import send_part, whole_address
 from jaxpar.data.tokenizer import BPE, EOS_TOKEN, JsonTokenizer, Tokenizer
 from jaxpar.runtime.files import atomic, lock
 from jaxpar.runtime.units import size
@@ -173,6 +173,8 @@ class Task:
     files: Sequence[InputFile]
     borders: Borders
     tokenizer: Tokenizer
+    of: int
+    """How many parts there are."""
     workers: int = 1
     """Processes that encode."""
 
@@ -223,6 +225,8 @@ def write_part(task: Task, report: Report) -> None:
     except OSError:
         if not task.is_complete:  # by another process, meanwhile
             raise
+    if task.of > 1:
+        send_part(task.folder)
 
 
 def _seldom(report: Report) -> Report:
@@ -384,7 +388,7 @@ def _tasks(
         for number, (begin, stop) in enumerate(itertools.pairwise(cuts), first):
             owned[number].append(file.part(begin - start, stop - start))
     return [
-        Task(corpus, work, number, some, plan.borders, tokenizer)
+        Task(corpus, work, number, some, plan.borders, tokenizer, len(owned))
         for number, some in enumerate(owned)
     ]
 

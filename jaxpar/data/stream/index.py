@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from jaxpar.config import ConfigError, declared
 from jaxpar.config.declared import Count, Name
+from jaxpar.data.formats.arrays import mapped
 from jaxpar.data.formats.meta import FRAMES_FILE, STREAM_FILE, parts_file, starts_file
 from jaxpar.data.formats.token_file import sampled_hash
 
@@ -142,7 +143,7 @@ def _map(path: Path, dtype: np.dtype) -> np.ndarray:
         state = "is missing" if size is None else f"has {size:,} bytes"
         rule = f"{path} {state}, not a multiple of {dtype.itemsize}"
         raise ConfigError("data.path", str(path.parent), rule, PREPARE_AGAIN)
-    return np.memmap(path, dtype, mode="r")
+    return mapped(path, dtype)
 
 
 def check_files(index: StreamIndex) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxpar.config import ConfigError
-from jaxpar.data.formats.arrays import WindowedArray
+from jaxpar.data.formats.arrays import SortedFile, WindowedArray
 from jaxpar.data.formats.meta import Meta
 from jaxpar.data.stream.index import (
     PREPARE_AGAIN,
@@ -35,7 +35,7 @@ class StreamedTokens(WindowedArray):
         workers: int,
         index: StreamIndex,
         parts: tuple[np.ndarray, np.ndarray],
-        document_offsets: np.ndarray,
+        document_offsets: SortedFile,
     ):
         self._folder, self._workers, self._eos_id = str(folder.resolve()), workers, meta.eos_id
         self.index, self.split = index, split
@@ -46,7 +46,7 @@ class StreamedTokens(WindowedArray):
 
     @classmethod
     def open(
-        cls, folder: Path, split: str, meta: Meta, workers: int, document_offsets: np.ndarray
+        cls, folder: Path, split: str, meta: Meta, workers: int, document_offsets: SortedFile
     ) -> "StreamedTokens":
         """Open a split of a streamed dataset.
 
@@ -81,7 +81,7 @@ class StreamedTokens(WindowedArray):
                 part = ids[number][max(-at, 0) : length - at]
                 row[max(at, 0) : max(at, 0) + len(part)] = part
                 filled[max(at, 0) : max(at, 0) + len(part)] = True
-            about = np.searchsorted(self._offsets, [start + 1, start + length], side="left")
+            about = self._offsets.searchsorted(np.array([start + 1, start + length]))
             ends = self._offsets[about[0] : about[1] + 1] - 1 - start
             filled[ends[ends < length]] = True
         if not known.all():

@@ -65,9 +65,9 @@ def _number(value: Any) -> float:
 
 
 def read(maps: dict[str, LayerMap], record: dict[str, Any], last_step: int) -> None:
-    """Add the lists of a record of metrics.jsonl to the maps of a run, by name."""
+    """Add the lists of layers in a record of metrics.jsonl to the maps of a run, by name."""
     for name, values in record.items():
-        if not isinstance(values, list) or not 0 < len(values) <= MAX_LAYERS:
+        if name == "epochs" or not isinstance(values, list) or not 0 < len(values) <= MAX_LAYERS:
             continue
         if name not in maps and len(maps) < MAX_MAPS:
             maps[name] = LayerMap(len(values), last_step)

@@ -59,3 +59,9 @@ def test_runs_have_a_map_each_and_loads_are_drawn_once(tmp_path):
     assert [svg.get("data-run") for svg in fullest.iter("svg")] == ["1"]
     assert [svg.get("data-run") for svg in own.iter("svg")] == ["0", "1"]
     assert json.dumps(layers.data(runs[0]))
+
+
+def test_epochs_of_sources_are_not_of_layers():
+    maps: dict[str, LayerMap] = {}
+    layers.read(maps, {"step": 1, "epochs": [0.1, 0.2], "layer_rms": [1.0]}, 10)
+    assert [*maps] == ["layer_rms"]
