@@ -1,6 +1,7 @@
 """A server with the parts of the Hugging Face Hub's protocol that a download needs, on this host.
 
-It has one model, "org/model", at one commit; "org/private" needs permission.
+It has one model, "org/model", at one commit, or the same files as the dataset "org/data", whose
+card is `server.card`; "org/private" needs permission.
 """
 
 import hashlib
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-MODEL, COMMIT = "org/model", hashlib.sha1(b"commit").hexdigest()
+MODEL, DATA, COMMIT = "org/model", "org/data", hashlib.sha1(b"commit").hexdigest()
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -27,10 +28,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
         revisions = (f"{MODEL}/revision/{name}" for name in ("main", "v1", COMMIT))
         if of == MODEL or of in revisions:
             self.reply(json.dumps({"id": MODEL, "sha": COMMIT, "siblings": []}).encode())
+        elif path in (f"/api/datasets/{DATA}", f"/api/datasets/{DATA}/revision/v1"):
+            siblings = [{"rfilename": name, "size": len(files[name])} for name in files]
+            about = {"id": DATA, "sha": COMMIT, "siblings": siblings, "cardData": self.server.card}
+            self.reply(json.dumps(about).encode())
         elif of.startswith(f"{MODEL}/tree/"):
             entry = lambda name, b: {"type": "file", "path": name, "size": len(b), "oid": "0" * 40}  # noqa: E731
             self.reply(json.dumps([entry(*item) for item in files.items()]).encode())
-        elif of.startswith(f"{MODEL}/revision/"):
+        elif of.startswith(f"{MODEL}/revision/") or f"/datasets/{DATA}/revision/" in path:
             self.refuse(404, "RevisionNotFound")
         elif of.startswith("org/private"):
             self.refuse(403, "GatedRepo")
@@ -58,7 +63,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 def serving(files: dict[str, bytes]) -> Iterator[http.server.ThreadingHTTPServer]:
     """Serve a model's files. `url` of the server is its address."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.files, server.requests = files, []
+        server.files, server.requests, server.card = files, [], {}
         server.url = f"http://127.0.0.1:{server.server_address[1]}"
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         try:

@@ -45,14 +45,17 @@ class _OutputOptions:
 class PrepareOptions(_OutputOptions):
     """Tokenize text into a dataset folder."""
 
-    input: tuple[str, ...]
-    """Text files (see docs/data.md), folders of them, or `stdlib`: the source code of Python."""
+    input: Annotated[tuple[str, ...], TO_ADDRESS]
+    """Text files (see docs/data.md), folders of them, s3:// addresses of these, a dataset of the
+    Hugging Face Hub, hf:ORG/NAME or hf:ORG/NAME:SPLIT, or `stdlib`: the source code of Python."""
     extension: tuple[str, ...] = ()
     """Endings of the files to read in folders, as text, such as .py .md; any: every file that is
     UTF-8 text. None: the formats of docs/data.md."""
     tokenizer: str = "bytes"
     """bytes; bpe:N to train a BPE of N tokens on the input; a tokenizer.json; or a model of the
     Hugging Face Hub, org/model or org/model@revision."""
+    tokenizer_sample: Annotated[int, Range(1, 1 << 40, 10_000_000)] = 10_000_000
+    """Characters of text that bpe:N is trained on, about a million from each file."""
     text_field: str = "text"
     """JSON field or Parquet column with the text."""
     separator: str | None = None
@@ -67,8 +70,8 @@ class PrepareOptions(_OutputOptions):
 class _RecordOptions(_OutputOptions):
     """Files of conversations, and how they become text."""
 
-    input: tuple[str, ...]
-    """Files of JSON Lines, compressed or not, or folders of them."""
+    input: Annotated[tuple[str, ...], TO_ADDRESS]
+    """Files of JSON Lines, compressed or not, or folders of them; or as those of `prepare`."""
     tokenizer: str
     """The model's tokenizer.json or its folder, or bytes."""
     template: Literal["plain", "chatml", "llama3"] = "plain"
@@ -118,7 +121,7 @@ class ConvertOptions:
     """Write tokens in another format. Several inputs are concatenated."""
 
     input: tuple[str, ...]
-    """Paths as for `data.path`: dataset folders, Megatron pairs or .bin files."""
+    """Paths as for `data.path`, and MDS folders and .tar files of tokens."""
     output: Annotated[str, TO_ADDRESS]
     """jaxpar: a folder, or s3://BUCKET/PREFIX. manifest: a folder. megatron: a prefix, without .bin
     and .idx. Others: a file."""
@@ -131,6 +134,8 @@ class ConvertOptions:
     """Files of held-out tokens, for the val split of a jaxpar folder."""
     eos_id: Annotated[int | None, TOKEN_ID] = None
     """End-of-text token, for inputs that do not mark documents. None: the tokenizer's."""
+    dtype: Literal["uint8", "uint16", "uint32", "int64"] | None = None
+    """Dtype of tokens in inputs that do not tell it. None: as docs/data.md says."""
     tokenizer: str | None = None
     """Tokenizer of the tokens: a tokenizer.json, or bytes. A jaxpar folder stores it."""
     overwrite: bool = False
@@ -142,10 +147,11 @@ class InspectOptions:
     """Check and describe a folder or file of tokens. Reads all of it."""
 
     path: Annotated[str, Argument("PATH"), TO_ADDRESS]
-    """A path as for `data.path`: a dataset folder or its address, a Megatron pair or a .bin
-    file."""
+    """A path as for `data.path` or `convert`: a dataset folder or its address, or token files."""
     eos_id: Annotated[int | None, TOKEN_ID] = None
     """End-of-text token, for files that do not mark documents."""
+    dtype: Literal["uint8", "uint16", "uint32", "int64"] | None = None
+    """Dtype of tokens in files that do not tell it. None: as docs/data.md says."""
     tokenizer: str | None = None
     """The tokenizer.json to decode the first text with, for tokens without a tokenizer."""
 

@@ -1,6 +1,7 @@
 """Open the datasets in `data.path`, `data.mixture` and `data.held_out`, in any format."""
 
 import errno
+import functools
 import hashlib
 import json
 import shlex
@@ -14,13 +15,14 @@ from jaxpar.config.lists.datasets import sources_of
 from jaxpar.config.rules.paths import is_address
 from jaxpar.config.values import to_values
 from jaxpar.data.formats.arrays import DocumentOffsets, Joined
-from jaxpar.data.formats.meta import META_FILE, PREPARE, SPLITS, TRAIN, read_meta, tokens_file
+from jaxpar.data.formats.identity import StreamHash
+from jaxpar.data.formats.meta import META_FILE, PREPARE, TRAIN, read_meta
+from jaxpar.data.formats.rows import RowTokens
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.runtime import exit_codes
-from jaxpar.runtime.units import size
 
 if TYPE_CHECKING:
-    from jaxpar.data.formats.token_file import TokenFile
+    from jaxpar.data.formats.token_file import Hints, TokenFile
     from jaxpar.data.tokenizer import Tokenizer
 
 #: Permanent errors of reading a file. Others, such as a stale NFS handle, may be transient.
@@ -85,8 +87,11 @@ def check_tokenizers(cfg: Config, field: str, value: Any, paths: list[str]) -> N
 def _open(cfg: Config, field: str, path: str, split: str, whole: bool) -> TokenDataset:
     place = local(cfg, field, path)
     try:
+        from jaxpar.data.formats.token_file import Hints
+
+        hints, eos_id = Hints(cfg.data.dtype, cfg.model.vocab_size), cfg.data.eos_id
         workers = cfg.data.tokenize_workers
-        dataset = open_tokens(place, split, cfg.data.eos_id, whole, workers=workers)
+        dataset = open_tokens(place, split, eos_id, whole, False, workers, hints, trains=True)
     except ConfigError as error:
         value = path if is_address(path) else error.value
         raise ConfigError(field, value, error.rule, error.fix) from error
@@ -96,11 +101,29 @@ def _open(cfg: Config, field: str, path: str, split: str, whole: bool) -> TokenD
             raise exit_codes.RunError(f"{field}: {what}") from error
         fix = "check the file and its permissions"
         raise ConfigError(field, path, what, fix) from error
+    if any(isinstance(array, RowTokens) for array in dataset.tokens.arrays):
+        _warn_of_rows(path)
     if cfg.data.document_mask and not dataset.knows_documents:
         rule = f"{dataset.files[0]} does not mark the ends of documents"
-        fix = "set its end-of-text token with --data.eos-id, or use --data.document-mask False"
+        fix = (
+            "set the end-of-text token (GPT-2: --data.eos-id 50256), or --data.document-mask False"
+        )
         raise ConfigError("data.document_mask", True, rule, fix)
     return dataset
+
+
+@functools.cache
+def _warn_of_rows(path: str) -> None:
+    from jaxpar.runtime.processes.peers import log, rank
+
+    if rank() == 0:
+        log(f"data       {path} is decoded for each batch; faster: {converting(Path(path))}")
+
+
+def converting(path: Path) -> str:
+    """Return the command that copies token files into a folder."""
+    files = f"{shlex.quote(str(path))} --output data/{path.stem}_tokens"
+    return f"python -m jaxpar.data convert --input {files} --to jaxpar --eos-id N"
 
 
 def check_made_by(tokenizer: "Tokenizer", named: str, dataset: TokenDataset) -> None:
@@ -121,105 +144,112 @@ def open_tokens(
     whole: bool = False,
     again: bool = False,
     workers: int = 0,
+    hints: "Hints | None" = None,
+    trains: bool = False,
 ) -> TokenDataset:
     """Open tokens in any format.
 
-    Args:     path: a dataset folder; a Megatron pair by its prefix or one of its files; a .bin file
-              of nanoGPT or llm.c; or a folder with such files train.bin and val.bin.
+    Args:     path: a dataset folder, or files of other programs, as `others.find` takes them.
               eos_id: the token that ends documents in files that do not mark them.
-              whole: use a single file as any split, and not only as the training split.
-              again: read the complete file even if an earlier result is cached.
+              whole: use files without a split as any split, and not only as the training split.
+              again: read complete files even if earlier results are cached.
               workers: processes that tokenize the text of a streamed dataset. 0: this one.
+              hints: what is known of the dtype, for files that do not tell it.
+              trains: refuse a format that must be converted.
     Raises:   ConfigError("data.path", ...) for tokens that are missing, damaged or unknown.
     """
     path = Path(path)
     if (path / META_FILE).is_file():
         return TokenDataset.open(path, split, workers)
-    from jaxpar.data.formats.token_file import offsets_from, scan
+    from jaxpar.data.formats.token_file import FEWEST_PIECES, PIECES, Hints, offsets_from, scan
 
-    file = find_file(path, split, whole)
-    found = scan(file, eos_id if file.document_offsets is None else None, again=again)
-    offsets, marked = file.document_offsets, True
-    if offsets is None:
-        offsets, marked = offsets_from(found.eos_at, file.num_tokens), eos_id is not None
-    identity = [file.dtype.str, found.sha256]
-    if file.document_offsets is not None:
-        identity.append(hashlib.sha256(np.ascontiguousarray(offsets)).hexdigest())
+    files = find_files(path, split, whole, hints or Hints(), trains)
+    marked = all(file.document_offsets is not None for file in files)
+    asked = None if marked and not any(file.rows for file in files) else eos_id
+    pieces = max(PIECES // len(files), FEWEST_PIECES)
+    found = [scan(file, asked, pieces, again=again) for file in files]
+    if any(len(one.eos_at) for one in found):  # rows may be packed
+        marked = False
+    before = np.cumsum([0, *(file.num_tokens for file in files)]).tolist()
+    if marked:
+        offsets = [file.document_offsets for file in files if file.document_offsets is not None]
+    else:  # a document may continue in the next file
+        ends = [one.eos_at + start for one, start in zip(found, before, strict=False)]
+        offsets = [offsets_from(np.concatenate(ends), before[-1])]
+    text, lengths = StreamHash(), StreamHash()
+    for one, file in zip(found, files, strict=True):
+        text += StreamHash(int(one.identity, 16), file.num_tokens)
+    for part in offsets if marked else ():
+        lengths.update(np.diff(part))
+    identity = [text.hex(), text.length, lengths.hex(), lengths.length]
+    targets = [file.targets for file in files if file.targets is not None]
     return TokenDataset(
         path=path,
         split=split,
-        vocab_size=found.largest + 1,
+        vocab_size=max(one.largest for one in found) + 1,
         fingerprint=hashlib.sha256(json.dumps(identity).encode()).hexdigest(),
-        tokens=Joined([file.tokens()]),
-        document_offsets=DocumentOffsets([offsets]),
-        files=(file.path,),
-        knows_documents=marked,
+        tokens=Joined([file.tokens for file in files]),
+        document_offsets=DocumentOffsets(offsets),
+        files=tuple(file.path for file in files),
+        targets=Joined(targets) if targets else None,
+        knows_documents=marked or eos_id is not None,
     )
 
 
-def find_file(path: Path, split: str, whole: bool = False) -> "TokenFile":
-    """Find another program's token file by its path, and check its header.
+def find_files(
+    path: Path, split: str, whole: bool, hints: "Hints", trains: bool
+) -> list["TokenFile"]:
+    """Find the token files of a split by their path, and check their headers.
 
     Raises:   ConfigError("data.path", ...) as `open_tokens`.
     """
-    from jaxpar.data.formats import megatron
+    from jaxpar.data.formats import others
 
-    if path.is_dir():
-        inside = path / f"{split}.bin"
-        if inside.is_file():
-            _check_others(path)
-            return _read(inside)
-        if (path / f"{TRAIN}.bin").is_file():
-            raise _no_split(path, split)
-        shards = list(path.glob("*.bin"))
-        if shards:
-            rule = f"has {len(shards)} .bin files, but no {split}.bin"
-            raise ConfigError("data.path", str(path), rule, f"use one of them, or {_join(path)}")
-    elif path.is_file() or megatron.index_of(path):
-        if split != TRAIN and not whole:
-            raise _no_split(path, split)
-        return _read(path)
-    read_meta(path)  # raises, with the command that would create the dataset
-    raise AssertionError(f"{path} changed while it was looked at")
-
-
-def _check_others(folder: Path) -> None:
-    """Check that the splits of a folder are most of its tokens: other files are not read.
-
-    Raises:   ConfigError("data.path", ...) otherwise.
-    """
-    splits = {tokens_file(split) for split in SPLITS}
-    sizes = {file.name: file.stat().st_size for file in sorted(folder.glob("*.bin"))}
-    others = [name for name in sizes if name not in splits]
-    num_bytes = sum(sizes[name] for name in others)
-    if num_bytes > sum(sizes.values()) - num_bytes:
-        rule = f"has {len(others)} other .bin files of {size(num_bytes)}, which are not read"
-        raise ConfigError("data.path", str(folder), rule, f"move them, or {_join(folder)}")
+    found = others.find(path)
+    if not found:
+        raise _no_tokens(path)
+    chosen = others.of_split(path, found, split)
+    if (len(found) == 1 and not path.is_dir()) or (whole and not chosen):
+        chosen = found if split == TRAIN or whole else []
+    if not chosen:
+        raise _no_split(path, split)
+    one = chosen[0].format
+    if titles := sorted({other.format.title for other in chosen} - {one.title}):
+        rule = f"has tokens of several formats: {', '.join([one.title, *titles])}"
+        some = chosen[0].path.parent / f"*{chosen[0].path.suffix}"
+        fix = f"name the files of one, such as '{some}'"
+        raise ConfigError("data.path", str(path), rule, fix)
+    if trains and not one.trains:
+        rule, fix = f"is {one.title}, which is slow to read", f"convert it: {converting(path)}"
+        raise ConfigError("data.path", str(path), rule, fix)
+    files = [file for this in chosen if (file := this.format.read(this.path, hints)) is not None]
+    if not files:
+        raise ConfigError("data.path", str(path), "has no tokens", "use files with tokens")
+    if len({file.targets is None for file in files}) > 1:
+        rule, fix = "has a loss mask for some files only", "copy the .loss files again"
+        raise ConfigError("data.path", str(path), rule, fix)
+    return files
 
 
-def _join(folder: Path) -> str:
-    """Return how to join the files of a folder."""
-    files = f"{shlex.quote(str(folder))}/*.bin --output joined.bin --to llmc"
-    return f"join all: python -m jaxpar.data convert --input {files}"
-
-
-def _read(path: Path) -> "TokenFile":
-    from jaxpar.data.formats import bin_file, megatron
+def _no_tokens(path: Path) -> ConfigError:
+    """Return the error for a path without token files."""
     from jaxpar.data.prepare.documents import READERS
 
-    index = megatron.index_of(path)
-    if index:
-        return megatron.read(index)
-    if path.suffix == ".bin":
-        return bin_file.read(path)
-    if path.name.lower().endswith(tuple(READERS)):
+    files = [path] if path.is_file() else path.rglob("*") if path.is_dir() else []
+    if any(file.name.lower().endswith(tuple(READERS)) for file in files):
         fix = f"prepare it: {PREPARE.replace('stdlib', str(path))} data/{path.stem}"
-        raise ConfigError("data.path", str(path), "is text, not tokens", fix)
-    if path.suffix == ".idx":
-        rule, fix = "is not an index of tokens", "use Megatron's .idx file"
-    else:
-        rule, fix = "is not a token file", "use a .bin file or a folder"
-    raise ConfigError("data.path", str(path), rule, fix)
+        return ConfigError("data.path", str(path), "is text, not tokens", fix)
+    if set(str(path)) & set("*?[,") and not path.exists():
+        rule, fix = "matches no token files", "correct the pattern, or name a folder"
+        return ConfigError("data.path", str(path), rule, fix)
+    if path.is_file():
+        rule, fix = "is not a token file", "use a file of the formats in docs/data.md, or a folder"
+        return ConfigError("data.path", str(path), rule, fix)
+    try:
+        read_meta(path)
+    except ConfigError as error:
+        return error
+    raise AssertionError(f"{path} changed while it was looked at")
 
 
 def _no_split(path: Path, split: str) -> ConfigError:
@@ -256,8 +286,10 @@ def tokenizer_folder(cfg: Config) -> str:
 
     Raises:   ConfigError for token files, which have no tokenizer.
     """
+    from jaxpar.data.formats import others
+
     path = local(cfg, "data.path", sources_of(cfg)[0].path)
-    if Path(path).exists() and not (Path(path) / META_FILE).is_file():
+    if not (Path(path) / META_FILE).is_file() and others.find(Path(path)):
         fix = "convert it to a folder: python -m jaxpar.data convert --tokenizer tokenizer.json"
         raise ConfigError("data.path", path, "has tokens without their tokenizer", fix)
     return path

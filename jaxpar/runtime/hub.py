@@ -10,7 +10,8 @@ import os
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,35 +75,63 @@ def find(text: str, option: str, files: Sequence[str], rule: str, fix: str) -> S
 def _download(
     model: str, revision: str | None, files: Sequence[str], text: str, option: str
 ) -> Path:
-    # Takes 0.3 s to import, and few runs need it.
-    from huggingface_hub import errors, snapshot_download
-    from huggingface_hub.utils import logging
+    with reaching(
+        model, revision, text, option, f"is no path on this host, and on the Hub {model}"
+    ):
+        from huggingface_hub import snapshot_download
 
-    logging.set_verbosity_error()  # failures are reported once, below
-    here = f"is no path on this host, and on the Hub {model}"
-    page = f"https://huggingface.co/{model}"
-    try:
         found = snapshot_download(
             model, revision=revision, allow_patterns=list(files), ignore_patterns=list(LEFT_OUT)
         )
+    return Path(found)
+
+
+@contextmanager
+def reaching(
+    name: str, revision: str | None, text: str, option: str, here: str, kind: str = "model"
+) -> Iterator[None]:
+    """Translate the errors of a call of huggingface_hub.
+
+    Args:     name: of the model or dataset. text, option: what the user gave. here: the rule of the
+              error, before the reason. kind: "model" or "dataset".
+    Raises:   ConfigError in one line: not found, not allowed, or not reachable.
+    """
+    # Takes 0.3 s to import, and few runs need it.
+    from huggingface_hub import errors
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()  # failures are reported once, below
+    page, fix = (
+        f"https://huggingface.co/{name}",
+        f"connect to the network and run `hf download {name}`",
+    )
+    if kind == "dataset":
+        page = page.replace(name, f"datasets/{name}")
+        command = f"hf download {name} --repo-type dataset --local-dir DIR"
+        fix = f"run `{command}` where there is a network, and use {option} DIR"
+    try:
+        yield
     except errors.GatedRepoError as error:
         fix = f"accept its terms at {page}, and log in with `hf auth login`"
         raise ConfigError(option, text, f"{here} needs permission", fix) from error
     except errors.RevisionNotFoundError as error:
-        fix = "use a branch, a tag or a commit of the model"
+        fix = f"use a branch, a tag or a commit of the {kind}"
         raise ConfigError(option, text, f"{here} has no revision {revision!r}", fix) from error
     except errors.RepositoryNotFoundError as error:
-        fix = "correct the path or the name; for a private model, log in with `hf auth login`"
+        fix = f"correct the path or the name; for a private {kind}, log in with `hf auth login`"
         raise ConfigError(option, text, f"{here} does not exist, or is private", fix) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        fix = f"correct the path, or connect to the network and run `hf download {model}`"
         rule = f"{here} cannot be reached, and is not in the cache of this host"
-        raise ConfigError(option, text, rule, fix) from error
+        raise ConfigError(option, text, rule, f"correct the path, or {fix}") from error
     except (errors.HfHubHTTPError, OSError) as error:
         why = " ".join(str(error).split())[:200]
         fix = "try again; files that are complete are not downloaded again"
         raise ConfigError(option, text, f"{here} cannot be downloaded: {why}", fix) from error
-    return Path(found)
+    except Exception as error:  # of the library's client, which differs by version
+        if not type(error).__module__.startswith("http"):
+            raise
+        rule = f"{here} cannot be reached ({' '.join(str(error).split())[:200]})"
+        raise ConfigError(option, text, rule, f"correct the path, or {fix}") from error
 
 
 def answers(seconds: float = 5) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 import rich.progress
 
 from jaxpar.runtime import terminal
-from jaxpar.runtime.units import size
+from jaxpar.runtime.units import duration, size
 
 #: Seconds between two log lines.
 LOG_EVERY = 10.0
@@ -24,6 +24,8 @@ class Bar:
     def __init__(self, drawn: rich.progress.Progress | None):
         self._drawn, self._next = drawn, time.monotonic() + LOG_EVERY
         self._task = None if drawn is None else drawn.add_task("", total=None, text="")
+        #: Time and bytes when the first bytes were done.
+        self._began: tuple[float, int] | None = None
 
     def log(self, line: str) -> None:
         """Print a line, above the bar."""
@@ -36,9 +38,20 @@ class Bar:
         """Show how many bytes of all are done, and a text."""
         if self._drawn is not None and self._task is not None:
             self._drawn.update(self._task, completed=done, total=total, text=text)
-        elif time.monotonic() >= self._next:
-            self._next += LOG_EVERY
-            self.log(f"{size(done)} of {size(total)}{', ' * bool(text)}{text}")
+            return
+        now = time.monotonic()
+        if self._began is None or done < self._began[1]:
+            self._began = now, done
+        if now >= self._next:
+            self._next = now + LOG_EVERY
+            began, before = self._began
+            left = (total - done) * (now - began) / (done - before) if done > before else 0.0
+            parts = [
+                f"{size(done)} of {size(total)}",
+                text,
+                f"{duration(left)} left" if left else "",
+            ]
+            self.log(", ".join(filter(None, parts)))
 
 
 class Meter:

@@ -1,22 +1,33 @@
 """Damaged, mislabeled and impossible tokens: each is one error that names file and place."""
 
+import io
+import json
 import re
+import shutil
 import struct
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from jaxpar.commands import call
 from jaxpar.config import Config, ConfigError, ParallelConfig, Source, replace
+from jaxpar.data.formats.token_file import Hints
 from jaxpar.data.loader import Loader
 from jaxpar.data.sources import open_tokens
 from jaxpar.sharding.mesh import make_mesh
 from tests.data.commands import main
 
+GOLDENS = Path(__file__).parent / "goldens"
+
 TOKENS = np.arange(1, 41, dtype="<u2")
+
+MDS_ROWS = [np.array([1, 2, 3], "<i4"), np.array([4, 5], "<i4")]
 
 #: Offsets in an index of 4 sequences of 10 tokens, one a document.
 LENGTHS, POINTERS, DOCUMENTS = 34, 34 + 16, 34 + 48
@@ -46,6 +57,54 @@ def llmc(magic: int = 20240520, version: int = 1, count: int = 40) -> bytes:
 
 def i64(value: int) -> bytes:
     return struct.pack("<q", value)
+
+
+def npy(array: np.ndarray) -> bytes:
+    """A file of NumPy's."""
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def table(rows: int = 9, **columns) -> bytes:
+    """The first rows of a Parquet file."""
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns)[:rows], file)
+    return file.getvalue()
+
+
+def tar(members: dict[str, bytes]) -> bytes:
+    """A tar file."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for name, data in members.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return file.getvalue()
+
+
+#: A shard of two samples of ndarray:int32 tokens: [1, 2, 3] and [4, 5].
+MDS = b"".join(
+    [
+        struct.pack("<4I", 2, 18, 36, 50),  # samples; where they start; the end
+        b"{}",
+        *(struct.pack("<IBB", 2 + 4 * len(x), 4, len(x)) + x.tobytes() for x in MDS_ROWS),
+    ]
+)
+
+
+def mds(name: str = "shard.00000.mds", samples: int = 2, encoding: str = "ndarray:int32") -> bytes:
+    """The index of MDS."""
+    shard = {"version": 2, "format": "mds", "samples": samples, "compression": None}
+    shard |= {"column_names": ["tokens"], "column_encodings": [encoding], "column_sizes": [None]}
+    shard |= {"raw_data": {"basename": name, "bytes": len(MDS), "hashes": {}}, "zip_data": None}
+    return json.dumps({"version": 2, "shards": [shard]}).encode()
+
+
+#: The index of TOKENS in a .ds file, and what is wrong if it is not theirs.
+ENDS = i64(25) + i64(40)
+DS_BYTES = r"x\.ds\.index, byte \d+: documents end at token 4[01], but .*x\.ds has [78]\d bytes"
 
 
 #: Files, the one that data.path names, and what the error must say.
@@ -123,14 +182,130 @@ BAD: dict[str, tuple[dict[str, bytes], str, str]] = {
         "x.bin",
         "every second 16-bit number .* is 0",
     ),
-    "text": ({"x.jsonl": b"{}"}, "x.jsonl", "is text, not tokens"),
-    "another kind": ({"x.npy": b"{}"}, "x.npy", "is not a token file"),
-    "a folder of shards": (
-        {"x_1.bin": TOKENS.tobytes(), "x_2.bin": TOKENS.tobytes()},
-        ".",
-        r"has 2 \.bin files, but no train\.bin",
+    "nanoGPT: 32 bits, of a large vocabulary": (
+        {"x.bin": (np.arange(1, 200, dtype="<u4") * 1300).tobytes()},
+        "x.bin",
+        "every second 16-bit number .* is at most 3: it has 32-bit tokens",
     ),
-    "a lone index": ({"train.npy": b""}, ".", "is not a dataset folder"),
+    "text": ({"x.jsonl": b"{}"}, "x.jsonl", "is text, not tokens"),
+    "another kind": ({"x.xyz": b"{}"}, "x.xyz", "is not a token file"),
+    "a lone index": ({"train.documents.npy": b""}, ".", "is not a dataset folder"),
+    "a folder of text": ({"x.jsonl": b"{}"}, ".", "is text, not tokens"),
+    "two formats": (
+        {"x_1.bin": llmc(), "x_2.bin": TOKENS.tobytes()},
+        ".",
+        r"has tokens of several formats: llm\.c, nanoGPT",
+    ),
+    "only held out": ({"x_val_1.bin": llmc(), "y_val.bin": llmc()}, ".", "has no train split"),
+    "a pattern": ({"x.bin": llmc()}, "y_*.bin", "matches no token files"),
+    "a prepared dataset below": (
+        {"a/meta.json": b"{}", "x.bin": llmc()},
+        ".",
+        "has the dataset a",
+    ),
+    ".ds: cut": ({"x.ds": TOKENS.tobytes()[:-2], "x.ds.index": ENDS}, "x.ds", DS_BYTES),
+    ".ds: index beyond": ({"x.ds": TOKENS.tobytes(), "x.ds.index": i64(41)}, "x.ds", DS_BYTES),
+    ".ds: index cut": (
+        {"x.ds": TOKENS.tobytes(), "x.ds.index": ENDS[:-3]},
+        "x.ds",
+        r"x\.ds\.index, byte 8: ends inside a number",
+    ),
+    ".ds: negative size": (
+        {"x.ds": TOKENS.tobytes(), "x.ds.index": i64(-4) + i64(40)},
+        "x.ds",
+        r"byte 0: document 0 ends at token -4, but starts at 0",
+    ),
+    ".ds: metadata": (
+        {"x.ds": TOKENS.tobytes(), "x.ds.metadata": b"gpt2|4\n40\n40 T"},
+        "x.ds",
+        r"metadata, byte 0: records other bytes of a token",
+    ),
+    ".ds: no dtype": ({"x.ds": TOKENS.tobytes()}, "x.ds", "does not tell the dtype"),
+    ".ds: loss": (
+        {"x.ds": TOKENS.tobytes(), "x.ds.index": ENDS, "x.ds.loss": b"1"},
+        "x.ds",
+        r"x\.ds\.loss, byte 1: has 1 bytes, but there are 40 tokens",
+    ),
+    ".ds: nothing": ({"x.ds": b"", "x.ds.index": b""}, "x.ds", "has no tokens"),
+    ".npy: no dtype": ({"x.npy": TOKENS.tobytes()}, "x.npy", "does not tell the dtype"),
+    ".npy: empty": ({"x.npy": b""}, "x.npy", "is empty"),
+    ".npy: cut": ({"x.npy": npy(TOKENS)[:-2]}, "x.npy", "is not a complete .npy file"),
+    ".npy: cut header": ({"x.npy": npy(TOKENS)[:30]}, "x.npy", "is not a complete .npy file"),
+    ".npy: floats": (
+        {"x.npy": npy(TOKENS.astype("f4"))},
+        "x.npy",
+        r"has float32 \[40\], not integers",
+    ),
+    ".npy: objects": (
+        {"x.npy": npy(np.array([{}, {}]))},
+        "x.npy",
+        "is not a complete .npy file .Array can't be memory-mapped",
+    ),
+    ".npy: negative": (
+        {"x.npy": npy(np.array([3, -1, 2]))},
+        "x.npy",
+        "token 1 of .* is -1, but tokens cannot be negative",
+    ),
+    ".npy: above every vocabulary": (
+        {"x.npy": npy(np.array([3, 2**40]))},
+        "x.npy",
+        "token 1 of .* is 1,099,511,627,776, which no vocabulary has",
+    ),
+    "Parquet: magic": ({"x.parquet": b"PAR1" * 9}, "x.parquet", "is not readable parquet"),
+    "Parquet: text": ({"x.parquet": table(text=["a"])}, "x.parquet", "is text, not tokens"),
+    "Parquet: cut": (
+        {"x.parquet": table(input_ids=[[1, 2]])[:-9]},
+        "x.parquet",
+        "is not readable parquet",
+    ),
+    "Parquet: null": (
+        {"x.parquet": table(input_ids=[[1, None]])},
+        "x.parquet",
+        "block 0': has a null among its tokens",
+    ),
+    "Parquet: negative": (
+        {"x.parquet": table(input_ids=[[1, 2], [-7]])},
+        "x.parquet",
+        "block 0': has token -7 at 2, not one from 0",
+    ),
+    "Parquet: no rows": (
+        {"x.parquet": table(input_ids=[[1]], rows=0)},
+        "x.parquet",
+        "has no tokens",
+    ),
+    "Arrow: cut": ({"x.arrow": b"ARROW1\0\0" + b"x" * 80}, "x.arrow", "is not readable arrow"),
+    "tar: cut": ({"x.tar": tar({"a.npy": npy(TOKENS)})[:900]}, "x.tar", "is not a complete tar"),
+    "tar: text": ({"x.tar": tar({"a.txt": b"hello"})}, "x.tar", "is text, not tokens"),
+    "tar: an object": ({"x.tar": tar({"a.json": b'{"text": "a"}'})}, "x.tar", "is text, not"),
+    "tar: damaged sample": (
+        {"x.tar": tar({"a.npy": npy(TOKENS), "b.npy": b"no array"})},
+        "x.tar",
+        r"x\.tar, b\.npy': cannot be read",
+    ),
+    "tar: negative": ({"x.tar": tar({"a.json": b"[1, -2]"})}, "x.tar", "has token -2 at 1"),
+    "MDS: missing": ({"index.json": mds()}, ".", r"shard\.00000\.mds.*is missing, but"),
+    "MDS: cut": (
+        {"index.json": mds(), "shard.00000.mds": MDS[:-1]},
+        ".",
+        "has 49 bytes or more, but index.json records 50",
+    ),
+    "MDS: offsets": (
+        {"index.json": mds(), "shard.00000.mds": MDS[:8] + b"\xff\xff\xff\xff" + MDS[12:]},
+        ".",
+        "does not have the 2 samples that index.json records",
+    ),
+    "MDS: samples": (
+        {"index.json": mds(samples=3), "shard.00000.mds": MDS},
+        ".",
+        "does not have the 3 samples",
+    ),
+    "MDS: negative": ({"index.json": mds(samples=-1)}, ".", "is not an index of MDS shards"),
+    "MDS: path": ({"index.json": mds(name="../x.mds")}, ".", "a shard named '../x.mds'"),
+    "MDS: encoding": (
+        {"index.json": mds(encoding="pkl"), "shard.00000.mds": MDS},
+        ".",
+        "is not readable as pkl",
+    ),
     "nothing there": ({}, "x.bin", "does not exist"),
 }
 
@@ -138,6 +313,7 @@ BAD: dict[str, tuple[dict[str, bytes], str, str]] = {
 @pytest.mark.parametrize(("files", "name", "rule"), BAD.values(), ids=BAD.keys())
 def test_bad_tokens_are_one_error_that_says_where(files, name, rule, tmp_path):
     for file, data in files.items():
+        (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_bytes(data)
     if "x.idx" in files and "x.bin" not in files and "missing" not in rule:
         (tmp_path / "x.bin").write_bytes(TOKENS.tobytes())
@@ -294,3 +470,38 @@ def test_a_damaged_folder_is_not_converted(what, file, token, rule, dataset, tmp
     error = capsys.readouterr().err.strip()
     assert re.search(rule, error) and "config error: --input = " in error, error
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("name", json.loads((GOLDENS / "expected.json").read_text("utf-8")))
+def test_damage_anywhere_is_an_error_of_one_line_or_other_tokens(name, tmp_path):
+    """Cut, overwritten with zeros, ones or noise: never another exception."""
+    random = np.random.default_rng(len(name))
+    files = [file for file in (GOLDENS / name).rglob("*") if file.is_file()]
+    for number in range(12):
+        folder = tmp_path / str(number)
+        shutil.copytree(GOLDENS / name, folder)
+        victim = folder / files[number % len(files)].relative_to(GOLDENS / name)
+        data = bytearray(victim.read_bytes())
+        at, kind = int(random.integers(len(data))), int(random.integers(4))
+        rest = data[at + 8 :] if kind else b""
+        data[at:] = [b"", bytes(8), b"\xff" * 8, random.bytes(8)][kind] + rest
+        victim.write_bytes(data)
+        try:
+            opened = open_tokens(folder, eos_id=0, hints=Hints("uint16"))
+            opened.windows(np.array([0, opened.num_tokens - 5]), 5)
+        except ConfigError as error:
+            assert "\n" not in str(error)
+
+
+def test_a_dtype_that_is_half_as_wide(tmp_path):
+    (tmp_path / "x.npy").write_bytes(TOKENS.astype("<i8").tobytes())
+    with pytest.raises(ConfigError, match=r"it has 64-bit tokens\. Fix: set --data\.dtype int64"):
+        open_tokens(tmp_path, hints=Hints("uint32"))
+    assert open_tokens(tmp_path, hints=Hints("int64")).tokens[:].tolist() == TOKENS.tolist()
+
+
+def test_a_row_group_that_memory_may_not_hold_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "x.parquet").write_bytes(table(input_ids=[[1, 2, 3], [4]]))
+    monkeypatch.setattr("jaxpar.data.formats.token_table.BLOCK_TOKENS", 3)
+    with pytest.raises(ConfigError, match=r"has 4 tokens in one row group\. Fix: write it"):
+        open_tokens(tmp_path)

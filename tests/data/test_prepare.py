@@ -163,6 +163,16 @@ def test_tokenizer_file(corpus, tmp_path):
         assert meta == first
 
 
+def test_the_sample_of_a_bpe_is_an_option(corpus, tmp_path):
+    """A smaller one is another tokenizer; from the size of the text on, it is the same."""
+    tokenizers = [
+        run(tmp_path / str(sample), corpus, tokenizer="bpe:300", tokenizer_sample=sample)
+        for sample in (300, 1_000_000, 50_000_000)
+    ]
+    small, usual, large = (meta.tokenizer_fingerprint for meta in tokenizers)
+    assert small != usual == large
+
+
 def test_wide_vocabulary_is_stored_in_32_bits():
     """The last vocabulary that 16 bits hold, and the next."""
     assert token_dtype(65536) == np.dtype("<u2")

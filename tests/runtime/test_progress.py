@@ -2,6 +2,7 @@
 
 import pytest
 
+from jaxpar.data.prepare.progress import PreparationProgress
 from jaxpar.runtime import progress
 
 #: As gVisor writes it.
@@ -22,3 +23,21 @@ def test_where_the_peak_is_not_told(text, peak, tmp_path, monkeypatch):
     with progress.meter(1000) as meter:
         meter.advance(1000)
     assert meter.summary(500).startswith("1.0 kB in ")
+
+
+def test_a_log_has_a_line_from_time_to_time_with_the_time_left(monkeypatch, capsys):
+    """4 MB/s from 10 MB on, of 110 MB: after 20 s, 90 MB were done in all."""
+    now = 1000.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now)
+    shown = PreparationProgress(progress.Bar(None))
+    for second in range(21):
+        now = 1000.0 + second
+        shown.advance(10_000_000 + 4_000_000 * second, 110_000_000, second)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "50.0 MB of 110.0 MB, 10 tokens, 15 s left",
+        "90.0 MB of 110.0 MB, 20 tokens, 5 s left",
+    ]
+    now = 1031.0
+    shown.advance(0, 50_000_000, 0)  # another split
+    assert capsys.readouterr().err == "0 bytes of 50.0 MB, 0 tokens\n"

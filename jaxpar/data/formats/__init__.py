@@ -1,1 +1,1 @@
-"""Token formats on disk: jaxpar's, Megatron's, nanoGPT's and llm.c's."""
+"""Token formats: jaxpar's, and in `others.py` other programs'."""

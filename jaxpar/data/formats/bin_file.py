@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxpar.config import ConfigError
-from jaxpar.data.formats.token_file import TokenFile
+from jaxpar.data.formats.token_file import Hints, TokenFile, tokens_of
 
 HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
@@ -29,27 +29,50 @@ MAX_LLMC_TOKENS = 2**31 - 1
 MEGATRON_NAMES = ("_document.bin", "_sentence.bin")
 
 
-def read(path: Path) -> TokenFile:
-    """Open a .bin file, and check its header against its size.
+def find(path: Path) -> Path | None:
+    """Return a path if it is a .bin file; None otherwise."""
+    return path if path.suffix == ".bin" and path.is_file() else None
+
+
+def find_llmc(path: Path) -> Path | None:
+    """Return a path if it is a .bin file with a header of llm.c's; None otherwise."""
+    return path if find(path) and _is_llmc(_head(path)) else None
+
+
+def _head(path: Path) -> np.ndarray:
+    return np.fromfile(path, "<i4", count=min(HEADER_INTS, path.stat().st_size // 4))
+
+
+def _is_llmc(head: np.ndarray) -> bool:
+    of_llmc = head.size > 1 and head[0] in DATES and head[1] in VERSIONS
+    return bool(of_llmc or (head.size and head[0] in LLMC))
+
+
+def read_nanogpt(path: Path, hints: Hints) -> TokenFile:
+    """Open a .bin file without a header.
 
     Raises:   ConfigError("data.path", ...) that names the file and the byte of the problem.
     """
-    size = path.stat().st_size
+    size, dtype = path.stat().st_size, np.dtype(hints.dtype or "uint16").newbyteorder("<")
     if size == 0:
         raise _broken(path, 0, "is empty")
     if path.name.endswith(MEGATRON_NAMES):
         fix = "put the .idx file next to it"
         raise _broken(path, 0, "is Megatron's by its name, but its .idx file is missing", fix)
-    head = np.fromfile(path, "<i4", count=min(HEADER_INTS, size // 4))
-    of_llmc = head.size > 1 and head[0] in DATES and head[1] in VERSIONS
-    if of_llmc or (head.size and head[0] in LLMC):
-        return _read_llmc(path, size, head)
-    if size % 2:
-        raise _broken(path, size - 1, f"has {size:,} bytes, which is odd for 16-bit tokens")
-    return TokenFile(path, "nanogpt", np.dtype("<u2"), 0, size // 2, None)
+    if size % dtype.itemsize:
+        bits = 8 * dtype.itemsize
+        odd = "odd" if bits == 16 else "no multiple of 4"
+        rule = f"has {size:,} bytes, which is {odd} for {bits}-bit tokens"
+        raise _broken(path, size - size % dtype.itemsize, rule)
+    return TokenFile(path, tokens_of(path, dtype), None, guessed=True)
 
 
-def _read_llmc(path: Path, size: int, head: np.ndarray) -> TokenFile:
+def read_llmc(path: Path, hints: Hints) -> TokenFile:
+    """Open a file of llm.c, and check its header against its size.
+
+    Raises:   ConfigError("data.path", ...) that names the file and the byte of the problem.
+    """
+    size, head = path.stat().st_size, _head(path)
     magic = int(head[0])
     if magic not in LLMC:
         known = " and ".join(map(str, LLMC))
@@ -67,7 +90,7 @@ def _read_llmc(path: Path, size: int, head: np.ndarray) -> TokenFile:
     if size != expected:
         rule = f"has {size:,} bytes, but its header records {count:,} tokens, {expected:,} bytes"
         raise _broken(path, min(size, expected), rule)
-    return TokenFile(path, "llmc", dtype, HEADER_BYTES, count, None)
+    return TokenFile(path, tokens_of(path, dtype, HEADER_BYTES), None)
 
 
 def _broken(path: Path, at: int, rule: str, fix: str = "copy the file again") -> ConfigError:

@@ -220,6 +220,7 @@ def import_pyarrow(path: Path) -> Any:
     """
     try:
         import pyarrow
+        import pyarrow.compute
         import pyarrow.ipc
         import pyarrow.parquet
     except ModuleNotFoundError as error:

@@ -10,7 +10,7 @@ from msgspec import structs
 from jaxpar.config import ConfigError
 from jaxpar.config.options import check_ranges
 from jaxpar.config.rules.paths import check_path
-from jaxpar.data.formats import bin_file, megatron
+from jaxpar.data.formats import megatron
 from jaxpar.data.formats.meta import (
     COUNTS_FILE,
     MAX_VOCAB_SIZE,
@@ -21,6 +21,8 @@ from jaxpar.data.formats.meta import (
     Meta,
     Part,
 )
+from jaxpar.data.formats.others import FORMATS
+from jaxpar.data.formats.token_file import Hints
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.formats.writer import SplitWriter, whole_folder, write_meta
 from jaxpar.data.options import ConvertOptions
@@ -78,10 +80,12 @@ def _opened(
     datasets = []
     for path in paths:
         try:
-            dataset = open_tokens(path, split, eos_id, whole=split != TRAIN)
+            hints = Hints(options.dtype, tokenizer.vocab_size if tokenizer else 0)
+            whole = option == "--held-out" or (split != TRAIN and not Path(path).is_dir())
+            dataset = open_tokens(path, split, eos_id, whole, hints=hints)
             dataset.check_offsets()
         except ConfigError as error:
-            fix = error.fix
+            fix = error.fix.replace("--data.", "--")
             if error.rule.endswith(f"{split} split"):  # its fix is for a run
                 fix = "use --split train" if option == "--input" else "use one that has tokens"
             raise ConfigError(option, error.value, error.rule, fix) from error
@@ -248,7 +252,8 @@ def _write_files(
         index = megatron.index_bytes(header[1], _offsets(inputs))
         files = [output.with_name(f"{output.name}.bin"), output.with_name(f"{output.name}.idx")]
     else:
-        make = {"nanogpt": bin_file.nanogpt_header, "llmc": bin_file.llmc_header}[options.to]
+        make = FORMATS[options.to].header
+        assert make is not None
         header, files = make(vocab_size, num_tokens), [output]
     _check_outputs(files, inputs, options.overwrite)
     with _complete(files) as parts:

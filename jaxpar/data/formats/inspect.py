@@ -1,26 +1,30 @@
 """Describe the tokens in a path, as the trainer reads them: `python -m jaxpar.data inspect`."""
 
 import hashlib
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from jaxpar.config import Config, ConfigError
+from jaxpar.config import Config, ConfigError, flag
+from jaxpar.config.command_line import as_called
 from jaxpar.config.options import check_ranges
+from jaxpar.data.formats import others
 from jaxpar.data.formats.meta import (
     META_FILE,
     NO_TOKENIZER,
     SPLITS,
     STREAM_FILE,
     TRAIN,
+    VAL,
     parts_file,
     read_meta,
     starts_file,
 )
-from jaxpar.data.formats.token_file import Sliced, chunks
+from jaxpar.data.formats.token_file import Hints, Sliced, chunks
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.options import InspectOptions
-from jaxpar.data.sources import check_made_by, find_file, local, open_tokens
+from jaxpar.data.sources import check_made_by, converting, local, open_tokens
 from jaxpar.data.stream.tokens import StreamedTokens
 from jaxpar.data.tokenizer import Tokenizer, load_tokenizer, open_tokenizer
 from jaxpar.runtime.units import size
@@ -43,7 +47,8 @@ def inspect_tokens(options: InspectOptions) -> str:
             check_made_by(tokenizer, options.tokenizer or given.path, dataset)
     lines = [f"{given.path}: {_format(options)}"]
     for dataset in datasets:
-        label = f"{dataset.split}: " if dataset.path.is_dir() else ""
+        several = len(datasets) > 1 or dataset.path.is_dir()
+        label = f"{dataset.split}: " if several else ""
         documents = f"{dataset.num_documents:,}" if dataset.knows_documents else "unmarked"
         lines += [
             f"  {label}{dataset.num_tokens:,} tokens, {documents} documents",
@@ -60,20 +65,46 @@ def inspect_tokens(options: InspectOptions) -> str:
         lines.append(f"  begins with tokens {' '.join(map(str, ids[:16].tolist()))}")
     else:
         lines.append(f"  begins with {tokenizer.decode(ids)!r}")
+    if first.meta is None:
+        lines.append(_next_command(given, datasets))
     return "\n".join(lines)
+
+
+def _next_command(given: InspectOptions, datasets: Sequence[TokenDataset]) -> str:
+    """Return what to do with token files of another program."""
+    first, path = datasets[0], Path(given.path)
+    if not others.find(path)[0].format.trains:
+        return as_called(f"convert it: {converting(path)}")
+    name = re.sub(r"\W+", "_", path.stem).strip("_")
+    flags = [flag("run.dir", f"runs/{name}"), flag("data.path", given.path)]
+    flags.append(flag("model.vocab_size", 0))
+    flags += [flag("data.dtype", given.dtype)] if given.dtype else []
+    if not first.knows_documents:
+        flags.append("--data.eos-id N")
+    elif given.eos_id is not None:
+        flags.append(flag("data.eos_id", given.eos_id))
+    if all(dataset.split != VAL for dataset in datasets):
+        flags.append(flag("evaluation.every", 0))
+    return as_called(f"train on it: python -m jaxpar.train quickstart {' '.join(flags)}")
 
 
 def _splits(options: InspectOptions) -> Iterator[TokenDataset]:
     path = Path(options.path)
     for split in SPLITS:
         try:
-            dataset = open_tokens(path, split, options.eos_id, again=True)
+            hints = Hints(options.dtype)
+            dataset = open_tokens(path, split, options.eos_id, again=True, hints=hints)
         except ConfigError as error:
             if split == TRAIN or not error.rule.endswith(f"{split} split"):
-                raise
+                raise _for_commands(error) from error
             continue
         _check_hash(dataset)
         yield dataset
+
+
+def _for_commands(error: ConfigError) -> ConfigError:
+    fix = error.fix.replace("--data.", "--")
+    return ConfigError(error.field, error.value, error.rule, fix)
 
 
 def _check_hash(dataset: TokenDataset) -> None:
@@ -106,7 +137,7 @@ def _stored(dataset: TokenDataset) -> str:
     tokens = dataset.tokens.arrays[0]
     if not isinstance(tokens, StreamedTokens):
         count = len(dataset.files)
-        return f"stored as {tokens.dtype.name}" + f" in {count:,} parts" * (count > 1)
+        return f"stored as {dataset.tokens.dtype.name}" + f" in {count:,} parts" * (count > 1)
     files = tokens.index.files
     num_bytes = sum(file.size for file in files)
     return f"tokenized from {len(files):,} files of {size(num_bytes)} when they are read"
@@ -116,8 +147,8 @@ def _format(options: InspectOptions) -> str:
     if (Path(options.path) / META_FILE).is_file():
         streamed = (Path(options.path) / STREAM_FILE).is_file()
         return f"a dataset of `python -m jaxpar.data prepare{' --stream' * streamed}`"
-    names = {"megatron": "a Megatron pair", "llmc": "llm.c", "nanogpt": "nanoGPT (no header)"}
-    return names[find_file(Path(options.path), TRAIN).format]
+    found = others.find(Path(options.path))
+    return found[0].format.title + f", {len(found):,} files" * (len(found) > 1)
 
 
 def _tokenizer(options: InspectOptions) -> Tokenizer | None:

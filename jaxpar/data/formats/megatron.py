@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxpar.config import ConfigError
-from jaxpar.data.formats.token_file import TokenFile
+from jaxpar.data.formats.token_file import Hints, TokenFile, tokens_of
 
 MAGIC, VERSION = b"MMIDIDX\x00\x00", 1
 
@@ -46,7 +46,7 @@ def index_of(path: Path) -> Path | None:
     return index if index.is_file() else None
 
 
-def read(index: Path) -> TokenFile:
+def read(index: Path, hints: Hints) -> TokenFile:
     """Open a pair by its index, and check the index against the .bin file.
 
     Raises:   ConfigError("data.path", ...) that names the file and the byte of the problem.
@@ -65,7 +65,7 @@ def read(index: Path) -> TokenFile:
         state = "is missing" if found is None else f"ends at byte {found:,}"
         rule = f"{tokens} {state}, but {index} records {expected_bytes:,} bytes"
         raise ConfigError("data.path", str(index), rule, "copy both files again")
-    return TokenFile(tokens, "megatron", dtype, 0, int(ends[-1]), np.unique(ends[documents]))
+    return TokenFile(tokens, tokens_of(tokens, dtype), np.unique(ends[documents]))
 
 
 def _read_index(index: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:

@@ -16,6 +16,7 @@ from jaxpar.data.formats.compressed import COMPRESSIONS, Kinds, compression, dec
 from jaxpar.data.formats.json_file import LineSpan, has_lines, only_object
 from jaxpar.data.formats.readers import Piece, ReadOptions
 from jaxpar.data.formats.tar_file import read_tar
+from jaxpar.data.prepare.remote import files_of, is_remote
 from jaxpar.runtime.units import size
 
 # ---------------------------------------------- What to do about files that `prepare` does not read
@@ -201,10 +202,12 @@ def find_sources(
         with reading(path):
             if name == STDLIB:
                 sources += _stdlib_sources(log or _silent)
+            elif is_remote(name):
+                sources += _Folder(*files_of(name), wanted).sources(log or _silent)
             elif path.is_file():
                 sources.append(_file(path, wanted))
             elif path.is_dir():
-                sources += _Folder(path, wanted).sources(log or _silent)
+                sources += _Folder(path, None, wanted).sources(log or _silent)
             else:
                 rule = "is neither a file nor a folder" if path.exists() else "does not exist"
                 fix = f"use a file, a folder, or {STDLIB} for the source code of Python"
@@ -254,13 +257,17 @@ def _file(path: Path, wanted: Wanted) -> InputFile:
 class _Folder:
     """The files below a folder: those that are read, and counts of the others."""
 
-    def __init__(self, folder: Path, wanted: Wanted):
+    def __init__(self, folder: Path, files: Sequence[Path] | None, wanted: Wanted):
+        """Args:     files: below the folder. None: all of them."""
         self._folder, self._wanted = folder, wanted
         self._sources: list[InputFile] = []
         #: Files that may be data, and others: hidden ones, and caches of a saved dataset.
         self._left_out, self._others = Kinds(), Kinds()
         self._unread: dict[str, Path] = {}
-        self._walk(folder, frozenset())
+        for file in files or ():
+            self._add(file)
+        if files is None:
+            self._walk(folder, frozenset())
 
     def sources(self, log: Callable[[str], None]) -> list[InputFile]:
         """Return the files to read. Raises: ConfigError if they are none, or the lesser part."""

@@ -24,15 +24,13 @@ from jaxpar.data.prepare.documents import InputFile, Wanted, find_sources, read_
 from jaxpar.data.prepare.encoding import encoded
 from jaxpar.data.prepare.parts import Report, Task, WrittenPart, prepare_parts
 from jaxpar.data.prepare.progress import PreparationProgress
+from jaxpar.data.prepare.remote import is_remote
 from jaxpar.data.prepare.splits import Borders, assign_splits, shares_of, text_borders
 from jaxpar.data.stream.writing import IndexWriter, begin_index, cut_text, finish_index, one_part
 from jaxpar.data.tokenizer import BPE, ByteTokenizer, Tokenizer, open_tokenizer, train_bpe
 
 #: Maximum digits of N, since `tokenizers` allocates memory for N tokens and accepts 64 bits.
 BPE_DIGITS = 8
-
-#: Characters of text to train a BPE on: about 2 s for 8192 tokens on two cores.
-BPE_SAMPLE_CHARS = 10_000_000
 
 
 def prepare(options: PrepareOptions, progress: PreparationProgress | None = None) -> Meta | None:
@@ -106,6 +104,9 @@ def _check(options: PrepareOptions) -> None:
         raise ConfigError("--eos-token", options.eos_token, rule, "remove it")
     if options.separator == "":
         raise ConfigError("--separator", "", "must not be empty", r"use a text such as '\n\n'")
+    if options.stream and (name := next(filter(is_remote, options.input), None)):
+        rule = "needs the text on this host, where training reads it"
+        raise ConfigError("--stream", name, rule, "leave out --stream, or mount it as a folder")
     if options.stream and options.parts > 1:
         rule = "cannot go with --stream, whose index is one part"
         raise ConfigError("--parts", options.parts, rule, "remove it")
@@ -145,9 +146,9 @@ def _sample(sources: Sequence[InputFile], options: PrepareOptions) -> Iterator[s
     """Yield training text of all files in a fixed random order, with about equal shares."""
     order, borders = list(sources), _borders(sources, options)
     random.Random(0).shuffle(order)
-    share = max(BPE_SAMPLE_CHARS // len(order), PIECE_CHARS)
+    share = max(options.tokenizer_sample // len(order), PIECE_CHARS)
     shares = (_up_to(share, _training_texts(source, options, borders)) for source in order)
-    return _up_to(BPE_SAMPLE_CHARS, itertools.chain.from_iterable(shares))
+    return _up_to(options.tokenizer_sample, itertools.chain.from_iterable(shares))
 
 
 def _training_texts(source: InputFile, options: PrepareOptions, borders: Borders) -> Iterator[str]:
