@@ -18,6 +18,7 @@ from jaxpar.config.errors import ConfigError
 from jaxpar.config.layers import FIELD, all_paths, required_fields
 from jaxpar.config.listed import written
 from jaxpar.config.schema import Config
+from jaxpar.config.schema.features import objectives
 
 
 def section_of(hint: Any) -> Any:
@@ -96,6 +97,12 @@ def is_required(path: str) -> bool:
 def switch_of(path: str) -> str:
     """Return the field that stands for an optional section: its first, such as "lora.rank"."""
     return f"{path}.{dataclasses.fields(optional_sections()[path])[0].name}"
+
+
+def switches_for(kind: str) -> list[str]:
+    """Return the options that turn on an objective of datasets of a kind."""
+    found = [name for name, cls in objectives().items() if cls.dataset == kind]
+    return [flag(switch_of(name), default_of(switch_of(name))) for name in found]
 
 
 def present[Section](section: Section | None) -> Section:

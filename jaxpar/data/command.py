@@ -10,11 +10,11 @@ import numpy as np
 
 from jaxpar.config import flag
 from jaxpar.config.command_line import as_called
+from jaxpar.config.fields import switches_for
 from jaxpar.config.rules.paths import is_address
 from jaxpar.data.formats.convert import convert
 from jaxpar.data.formats.inspect import inspect_tokens
 from jaxpar.data.formats.meta import PAIRS, VAL, Meta, documents_file
-from jaxpar.data.loader import switches_for
 from jaxpar.data.options import (
     ConvertOptions,
     InspectOptions,

@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jaxpar.config import Config, ConfigError, default_of, flag, replace
-from jaxpar.config.fields import switch_of
+from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config.fields import switches_for
 from jaxpar.config.json_reader import UnreadableJson
 from jaxpar.config.lists.step_sizes import (
     StepSizes,
@@ -24,7 +24,7 @@ from jaxpar.config.lists.step_sizes import (
     step_sizes,
     without_schedules,
 )
-from jaxpar.config.schema.features import objective_in, objectives
+from jaxpar.config.schema.features import objective_in
 from jaxpar.config.values import require_code
 from jaxpar.data.formats.meta import PAIRS, TRAIN
 from jaxpar.data.formats.tokens import TokenDataset
@@ -498,9 +498,3 @@ def open_loader(
     of = objective_in(cfg)
     kind = None if of is None else of.loader(split)
     return (kind or Loader)(cfg, mesh, split, order)
-
-
-def switches_for(kind: str) -> list[str]:
-    """Return the options that turn on an objective of datasets of a kind."""
-    found = [name for name, cls in objectives().items() if cls.dataset == kind]
-    return [flag(switch_of(name), default_of(switch_of(name))) for name in found]

@@ -201,7 +201,7 @@ def test_blank_documents_are_dropped(tmp_path):
         ({"split": "98,1,1", "holdout": 0.1}, "--holdout", "cannot go with --split"),
         ({"workers": 0}, "--workers", "at least 1"),
         ({"separator": ""}, "--separator", "must not be empty"),
-        ({"tokenizer": "gpt2"}, "--tokenizer", "is neither bytes"),
+        ({"tokenizer": "gpt3"}, "--tokenizer", "is neither bytes"),
         ({"tokenizer": "bpe:big"}, "--tokenizer", "is neither bytes"),
         ({"tokenizer": "bpe:100"}, "--tokenizer", "256 bytes"),
         ({"tokenizer": f"bpe:{'9' * 20}"}, "--tokenizer", "more than 8 digits"),

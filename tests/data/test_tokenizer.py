@@ -232,7 +232,7 @@ def test_fixes_name_options_that_the_command_has(
     args = [*command, *([source] if command == ["inspect"] else paths), "--tokenizer"]
     assert main([*args, str(path)]) == 2
     assert f"select one with {option}" in " ".join(capsys.readouterr().err.split())
-    assert main([*args, "gpt2"]) == 2
+    assert main([*args, "gpt3"]) == 2
     error = " ".join(capsys.readouterr().err.split())
     assert "is neither bytes, nor" in error
     assert ("bpe:8192" in error) == ("bpe:N" in error) == (command == ["prepare"])

@@ -25,7 +25,7 @@ def main(first: str, args: list[str]) -> None:
     place = lambda one: likeliest.index(one[0]) if one[0] in likeliest else len(likeliest)  # noqa: E731
     checks = sorted(CHECKS, key=place)
     comparison.Comparing.explained = lambda *_: ""  # type: ignore[method-assign, assignment]
-    command.run_checks = lambda subject: until_failure(subject, checks)  # type: ignore[assignment]
+    command.run_checks = lambda subject, _: until_failure(subject, checks)  # type: ignore[assignment]
     jax.config.update("jax_compilation_cache_dir", str(HOME / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     keep_programs()

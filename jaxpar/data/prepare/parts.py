@@ -207,7 +207,7 @@ def write_part(task: Task, report: Report) -> None:
 
     Raises:   ConfigError for what cannot be read.
     """
-    for left in task.work.glob(f".{task.folder.name}.*"):
+    for left in sorted(task.work.glob(f".{task.folder.name}.*")):
         shutil.rmtree(left, ignore_errors=True)
     try:
         with atomic.new_folder(task.folder) as folder:
@@ -429,7 +429,8 @@ def _work_folder(options: PreparedOptions, about: dict[str, Any]) -> Iterator[Pa
         except BaseException as error:
             if isinstance(error, FileNotFoundError) and plan_of(target, about):
                 return
-            kept = options.part is not None or (about["parts"] > 1 and any(work.glob("part-*")))
+            some = about["parts"] > 1 and bool(sorted(work.glob("part-*")))
+            kept = options.part is not None or some
             if not kept:
                 shutil.rmtree(work, ignore_errors=True)
             raise
@@ -451,7 +452,7 @@ def _check_parts(work: Path, options: PreparedOptions, about: dict[str, Any]) ->
     plan = plan_of(work)
     if plan is None or plan.about == about:
         return
-    if options.part is not None or (any(work.glob("part-*")) and not options.overwrite):
+    if options.part is not None or (bool(sorted(work.glob("part-*"))) and not options.overwrite):
         names = [key for key in about if plan.about.get(key) != about[key]]
         rule = f"has parts in {work} that differ in {', '.join(map(flag, names))}"
         fix = f"use the same options, or another folder, or delete {work}"
@@ -503,7 +504,7 @@ def _finish(
         ]
         for split in shares.splits
     }
-    for left in work.glob(".*"):
+    for left in sorted(work.glob(".*")):
         left.unlink() if left.is_file() else shutil.rmtree(left, ignore_errors=True)
     return write_meta(
         work,
