@@ -40,7 +40,7 @@ def make_score_step(
     def head(top: Any, x: jax.Array, mb: Batch) -> jax.Array:
         return token_scores.log_probs(top, x, mb.labels, cfg)
 
-    scores = make_token_step(cfg, mesh, head, max_segments, ex)
+    scores = _token_step(cfg, mesh, head, max_segments, ex)
     return jax.jit(scores, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
@@ -56,13 +56,18 @@ def make_token_step(
 
     Args:     as `make_train_step`.
     """
-    step = jax.shard_map(
+    return jax.jit(_token_step(cfg, mesh, head, max_segments, ex))
+
+
+def _token_step(
+    cfg: Config, mesh: Mesh, head: TokenHead, max_segments: int | None, ex: Execution | None
+) -> Callable[[Any, Batch], Any]:
+    return jax.shard_map(
         functools.partial(_of_batch, ex or execution_of(cfg), max_segments, head),
         mesh=mesh,
         in_specs=(state_specs(cfg).params, BATCH_SPEC),
         out_specs=BATCH_SPEC,
     )
-    return jax.jit(step)
 
 
 def _of_batch(
