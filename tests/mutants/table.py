@@ -25,7 +25,7 @@ REPOSITORIES = {
 #: What found a fault, in words, in the order of the page.
 WORDS = {
     "": "nothing",
-    "not run": "-",
+    "not run": "",
     "test": "a test",
     "certify": CERTIFY[1].removeprefix("jaxpar."),
     "crashed": "a crash",
@@ -41,8 +41,9 @@ Each fault of [tests/mutants/faults](../../tests/mutants/faults) was put into a 
 one at a time: a factor, a sum, a set, an order or an index that is wrong, in one to six lines.
 `{command}` then ran on CPU devices with the config and mesh that the fault names; where that
 passed, the tests that it names did. Some stand for public reports of other systems; the others are
-our own. *Untested*: the command passed, and the tests have not been run yet; `-`: nor has it.
-*Found by* names a check of the command. The last columns have what was off, and CPU seconds.
+our own. *Untested*: the command passed, and the tests have not been run yet. *Found by* names a check of the
+command. The last columns have what was off, and CPU seconds. Those that were not run, if any, are
+left out: `python -m tests.mutants --missing` runs them.
 
 {score}
 
@@ -67,7 +68,7 @@ def text(faults: Iterable[Fault], results: dict[str, Result]) -> str:
         f"- of public reports: {_score(public)}",
     ]
     head = HEAD.format(command=" ".join(["python", *CERTIFY]), score="\n".join(score))
-    return head + "".join(_row(*pair) for pair in pairs)
+    return head + "".join(_row(*pair) for pair in pairs if pair[1].found_by != "not run")
 
 
 def _score(results: list[Result]) -> str:
