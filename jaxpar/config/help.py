@@ -56,8 +56,7 @@ OPTIONS = """\
 options of the config:
   --SECTION.FIELD VALUE           set a field
   --set SECTION.FIELD=VALUE ...   set several fields
-  --from NAME                     start from a published model, with its weights
-  --model.from NAME               take its shape only
+  --from NAME, --model.from NAME  start from a published model, or take its shape only
   --help SECTION, --help all      show the fields of one section, or all {count}
   --code FILE                     import the classes of a run's own losses, probes and callbacks
   --print-config                  print the config as JSON, and exit"""

@@ -89,7 +89,7 @@ def _open(cfg: Config, field: str, path: str, split: str, whole: bool) -> TokenD
     try:
         from jaxpar.data.formats.token_file import Hints
 
-        hints, eos_id = Hints(cfg.data.dtype, cfg.model.vocab_size), cfg.data.eos_id
+        hints, eos_id = Hints(cfg.data.token_dtype, cfg.model.vocab_size), cfg.data.eos_id
         workers = cfg.data.tokenize_workers
         dataset = open_tokens(place, split, eos_id, whole, False, workers, hints, trains=True)
     except ConfigError as error:

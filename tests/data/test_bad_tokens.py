@@ -495,7 +495,8 @@ def test_damage_anywhere_is_an_error_of_one_line_or_other_tokens(name, tmp_path)
 
 def test_a_dtype_that_is_half_as_wide(tmp_path):
     (tmp_path / "x.npy").write_bytes(TOKENS.astype("<i8").tobytes())
-    with pytest.raises(ConfigError, match=r"it has 64-bit tokens\. Fix: set --data\.dtype int64"):
+    said = r"it has 64-bit tokens\. Fix: set --data\.token-dtype int64"
+    with pytest.raises(ConfigError, match=said):
         open_tokens(tmp_path, hints=Hints("uint32"))
     assert open_tokens(tmp_path, hints=Hints("int64")).tokens[:].tolist() == TOKENS.tolist()
 

@@ -41,9 +41,9 @@ Each fault of [tests/mutants/faults](../../tests/mutants/faults) was put into a 
 one at a time: a factor, a sum, a set, an order or an index that is wrong, in one to six lines.
 `{command}` then ran on CPU devices with the config and mesh that the fault names; where that
 passed, the tests that it names did. Some stand for public reports of other systems; the others are
-our own. *Untested*: the command passed, and the tests have not been run yet. *Found by* names a check of the
-command. The last columns have what was off, and CPU seconds. Those that were not run, if any, are
-left out: `python -m tests.mutants --missing` runs them.
+our own. *Untested*: the command passed, and the tests have not been run yet. *Found by* names a
+check of the command. The last columns have what was off, and CPU seconds. Those that were not run,
+if any, are left out: `python -m tests.mutants --missing` runs them.
 
 {score}
 

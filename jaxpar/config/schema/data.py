@@ -44,7 +44,7 @@ class DataConfig:
     """Dataset to evaluate on. Empty: the held-out splits of the training data."""
     eos_id: int | None = None
     """End-of-document token of files that do not mark documents."""
-    dtype: Literal["uint8", "uint16", "uint32", "int64"] | None = None
+    token_dtype: Literal["uint8", "uint16", "uint32", "int64"] | None = None
     """Dtype of files that do not tell it. None: by format and model.vocab_size."""
     loss_on: Literal["targets", "all"] = "targets"
     """Tokens of chat data in the loss. targets: the assistant's. all: every token. Other data

@@ -78,7 +78,7 @@ def _next_command(given: InspectOptions, datasets: Sequence[TokenDataset]) -> st
     name = re.sub(r"\W+", "_", path.stem).strip("_")
     flags = [flag("run.dir", f"runs/{name}"), flag("data.path", given.path)]
     flags.append(flag("model.vocab_size", 0))
-    flags += [flag("data.dtype", given.dtype)] if given.dtype else []
+    flags += [flag("data.token_dtype", given.dtype)] if given.dtype else []
     if not first.knows_documents:
         flags.append("--data.eos-id N")
     elif given.eos_id is not None:

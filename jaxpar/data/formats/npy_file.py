@@ -58,7 +58,7 @@ def read_bare(path: Path, hints: Hints) -> TokenFile:
     dtype = hints.dtype_of(path)
     if size % dtype.itemsize:
         rule = f"has {size:,} bytes, no multiple of the {dtype.itemsize} of {dtype.name}"
-        raise _broken(path, rule, "set the dtype with --data.dtype, or copy the file again")
+        raise _broken(path, rule, "set the dtype with --data.token-dtype, or copy the file again")
     return TokenFile(path, tokens_of(path, dtype), None, guessed=True)
 
 

@@ -27,7 +27,7 @@ class Hints(NamedTuple):
     """What is known of tokens whose file does not tell their dtype."""
 
     dtype: str | None = None
-    """As set with data.dtype, or --dtype."""
+    """As set with data.token_dtype, or --dtype."""
     vocab_size: int = 0
     """The model's; 0 if it is not known."""
 
@@ -37,8 +37,9 @@ class Hints(NamedTuple):
         Raises:   ConfigError("data.path", ...) if neither is known.
         """
         if self.dtype is None and not self.vocab_size:
-            rule, fix = f"{path} does not tell the dtype of its tokens", "set --data.dtype uint32"
-            raise ConfigError("data.path", str(path), rule, f"{fix}, or uint16")
+            rule = f"{path} does not tell the dtype of its tokens"
+            fix = "set --data.token-dtype uint32, or uint16"
+            raise ConfigError("data.path", str(path), rule, fix)
         return np.dtype(self.dtype or np.min_scalar_type(self.vocab_size - 1)).newbyteorder("<")
 
 
@@ -124,7 +125,10 @@ def _read(file: TokenFile, eos_id: int | None) -> Scan:
         if largest > MAX_TOKEN or (file.guessed and largest >= MAX_VOCAB_SIZE):
             place, bits = file.tokens.place(largest_at), 8 * file.tokens.dtype.itemsize
             rule = f"{place} is {largest:,}, which no vocabulary has"
-            fix = "copy the file again" + f", or set --data.dtype uint{bits // 2}" * file.guessed
+            fix = (
+                "copy the file again"
+                + f", or set --data.token-dtype uint{bits // 2}" * file.guessed
+            )
             raise ConfigError("data.path", str(file.path), rule, fix)
         digest.update(chunk)
         if file.guessed:
@@ -138,7 +142,7 @@ def _read(file: TokenFile, eos_id: int | None) -> Scan:
         high = f"at most {odd}" if odd else "0"
         wider = 2 * bits
         rule = f"every second {bits}-bit number of {file.path} is {high}: it has {wider}-bit tokens"
-        fix = f"set --data.dtype {'int64' if wider == 64 else f'uint{wider}'}"
+        fix = f"set --data.token-dtype {'int64' if wider == 64 else f'uint{wider}'}"
         raise ConfigError("data.path", str(file.path), rule, fix)
     eos_at = np.concatenate(ends) if ends else np.zeros(0, np.int64)
     return Scan(largest, largest_at, digest.hex(), eos_at)

@@ -78,7 +78,7 @@ class OffsetsWriter:
         self._flush()
         with self._path.open("r+b") as file:
             self._write_header(file)
-        offsets: np.ndarray = np.load(self._path, mmap_mode="r")
+        offsets: np.ndarray = np.load(self._path, mmap_mode="r", allow_pickle=False)
         return offsets
 
     def _write_header(self, file: BinaryIO) -> None:

@@ -452,12 +452,12 @@ def _check_parts(work: Path, options: PreparedOptions, about: dict[str, Any]) ->
     plan = plan_of(work)
     if plan is None or plan.about == about:
         return
-    if options.part is not None or (bool(sorted(work.glob("part-*"))) and not options.overwrite):
+    if options.part is not None or (sorted(work.glob("part-*")) and not options.overwrite):
         names = [key for key in about if plan.about.get(key) != about[key]]
         rule = f"has parts in {work} that differ in {', '.join(map(flag, names))}"
         fix = f"use the same options, or another folder, or delete {work}"
         raise ConfigError("--output", options.output, rule, fix)
-    for path in work.iterdir():
+    for path in sorted(work.iterdir()):
         if path.is_dir():
             shutil.rmtree(path)
         elif path.name != LOCK_FILE:
@@ -534,7 +534,7 @@ def read_part(folder: Path, splits: Sequence[str]) -> PartJson:
 
 def _lift(work: Path, folder: Path) -> None:
     """Make the files of the only part those of the dataset."""
-    for path in folder.iterdir():
+    for path in sorted(folder.iterdir()):
         if path.name not in (COUNTS_FILE, PART_FILE):
             atomic.move(path, work / path.name)
     shutil.rmtree(folder)

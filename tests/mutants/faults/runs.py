@@ -20,15 +20,15 @@ FAULTS = (
     Fault(
         name="documents_begin_one_token_late",
         file=PACKING,
-        old="    begins[rows, columns] = True\n",
-        new="    begins[rows, np.minimum(columns + 1, length - 1)] = True\n",
+        old="    begins[rows[inside], columns[inside]] = True\n",
+        new="    begins[rows[inside], np.minimum(columns[inside] + 1, length - 1)] = True\n",
         certify=DENSE,
         tests=("tests/data/test_packing.py::test_against_the_loop",),
     ),
     Fault(
         name="positions_go_on_through_documents",
         file=PACKING,
-        old="positions=place - np.maximum.accumulate(np.where(here, place, 0), axis=1),",
+        old="positions=place - each(columns),",
         new="positions=np.array(place),",
         certify=DENSE,
         tests=("tests/data/test_packing.py::test_by_hand",),
