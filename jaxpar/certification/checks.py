@@ -15,6 +15,10 @@ from jaxpar.certification.tracing import TRACING, trace_layouts
 from jaxpar.certification.updates import initial_weights, optimizer, schedule
 
 
+#: What the config does not ask for: it runs if `--check` names it.
+OTHER_DTYPES = "other dtypes"
+
+
 def _listed(name: str, check: Check) -> tuple[str, Check]:
     """Return a check that says so if it compares nothing."""
 
@@ -42,7 +46,7 @@ _EVERY: tuple[tuple[str, Check], ...] = (
     ("outer steps", outer_steps),
     ("rounding", rounding),
     ("kernels", kernels),
-    ("other dtypes", every_rounding),
+    (OTHER_DTYPES, every_rounding),
 )
 
 CHECKS: tuple[tuple[str, Check], ...] = tuple(_listed(*one) for one in _EVERY)

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 
 from jaxpar.certification import distances, small_config
-from jaxpar.certification.checks import CHECKS
+from jaxpar.certification.checks import CHECKS, OTHER_DTYPES
 from jaxpar.certification.meshes import (
     MOST_DEVICES,
     default_meshes,
@@ -111,6 +111,9 @@ def run_checks(
     for name, run in checks:
         if chosen and name not in chosen:
             yield [Result(name, "", "every comparison", not_run="--check leaves it out")]
+        elif name == OTHER_DTYPES and not chosen:
+            why = f"the config does not use them; --check {shlex.quote(name)} does"
+            yield [Result(name, "", "every comparison", not_run=why)]
         else:
             yield print_results(run(subject), width)
 
