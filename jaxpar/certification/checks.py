@@ -14,7 +14,6 @@ from jaxpar.certification.text import text
 from jaxpar.certification.tracing import TRACING, trace_layouts
 from jaxpar.certification.updates import initial_weights, optimizer, schedule
 
-
 #: What the config does not ask for: it runs if `--check` names it.
 OTHER_DTYPES = "other dtypes"
 
