@@ -242,14 +242,15 @@ def test_batches_of_a_part_are_encoded_in_processes(made, files, tmp_path, monke
 
 @pytest.mark.waits
 def test_parts_are_written_in_processes(files, tmp_path, monkeypatch):
-    """The error of one is that of the command; the others are kept."""
+    """The error of one is that of the command. Those that are complete are kept: as the last begins,
+    the other process may be busy with one of the three before."""
     monkeypatch.setattr(parts, "WORKER_BYTES", 1)
     copied = shutil.copytree(files, tmp_path / "copied")
     (copied / "19.jsonl").write_text('{"text": "fine"}\n{')
     with pytest.raises(ConfigError, match=r"19\.jsonl:2"):
         run(tmp_path / "out", copied, parts=4, workers=2)
-    left = sorted(path.name for path in (tmp_path / "out.partial").glob("*part*"))
-    assert len(left) > 1 and "part-00003" not in left  # the one with the error
+    left = {path.name for path in (tmp_path / "out.partial").glob("part-*")}
+    assert len(left & {"part-00000", "part-00001", "part-00002"}) >= 2 and "part-00003" not in left
 
 
 # ------------------------------------------------------------------------ reading, and joining
