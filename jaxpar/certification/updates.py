@@ -235,16 +235,15 @@ def schedule(subject: Subject) -> Iterator[Result]:
     near = {0, 1, first - 1, first, first + 1, first + 2, (first + n) // 2}
     near |= {n * k // 10 for k in range(1, 10)} | {n - 2, n - 1, n, n + 10}
     steps = sorted(step for step in near if step >= 0)
-    if o.schedule_as_input:
-        rate = schedules.schedule_of(jnp.asarray(schedules.rate_table(o, n)))
-    else:
-        rate = schedules.learning_rate(o, n)
-    found = np.asarray([rate(jnp.int32(step)) for step in steps], np.float64)
     wanted = np.array([independent.learning_rate(o, n, step) for step in steps])
-    errors = np.abs(found - wanted) / o.learning_rate
-    at = int(np.argmax(errors))
-    where = f"step {steps[at]}: {found[at]:.6g}, not {wanted[at]:.6g}"
-    yield Result("schedule", "", "learning rate", float(errors[at]), RATE, where=where)
+    table = schedules.schedule_of(jnp.asarray(schedules.rate_table(o, n)))
+    rates = {"learning rate": schedules.learning_rate(o, n), "learning rate in a table": table}
+    for what, rate in rates.items():
+        found = np.asarray([rate(jnp.int32(step)) for step in steps], np.float64)
+        errors = np.abs(found - wanted) / o.learning_rate
+        at = int(np.argmax(errors))
+        where = f"step {steps[at]}: {found[at]:.6g}, not {wanted[at]:.6g}"
+        yield Result("schedule", "", what, float(errors[at]), RATE, where=where)
 
 
 def _loss_weights(asked: Config) -> Iterator[Result]:

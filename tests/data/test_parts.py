@@ -242,8 +242,8 @@ def test_batches_of_a_part_are_encoded_in_processes(made, files, tmp_path, monke
 
 @pytest.mark.waits
 def test_parts_are_written_in_processes(files, tmp_path, monkeypatch):
-    """The error of one is that of the command. Those that are complete are kept: as the last begins,
-    the other process may be busy with one of the three before."""
+    """The error of one is that of the command. Complete ones are kept: as the last begins, at most
+    one of the three before is not."""
     monkeypatch.setattr(parts, "WORKER_BYTES", 1)
     copied = shutil.copytree(files, tmp_path / "copied")
     (copied / "19.jsonl").write_text('{"text": "fine"}\n{')
