@@ -1,6 +1,5 @@
 """The page with all faults and what found each."""
 
-import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -42,13 +41,13 @@ one at a time: a factor, a sum, a set, an order or an index that is wrong, in on
 `{command}` then ran on CPU devices with the config and mesh that the fault names; where that
 passed, the tests that it names did. Some stand for public reports of other systems; the others are
 our own. *Untested*: the command passed, and the tests have not been run yet. *Found by* names a
-check of the command. The last columns have what was off, and CPU seconds. Those that were not run,
-if any, are left out: `python -m tests.mutants --missing` runs them.
+check of the command. The last column has CPU seconds; results.json beside the faults has what was
+off. Those that were not run, if any, are left out: `python -m tests.mutants --missing` runs them.
 
 {score}
 
-|fault|report|found by|off|s|
-|---|---|---|---|---|
+|fault|report|found by|s|
+|---|---|---|---|
 """
 
 
@@ -87,7 +86,7 @@ def _row(fault: Fault, result: Result) -> str:
     waits = result.found_by == "" and fault.tests and not result.tested
     found = "untested" if waits else WORDS[result.found_by]
     found = result.check if result.found_by == "certify" and result.check else found
-    cells = fault.name, _link(fault.source), found, _telling(result), seconds
+    cells = fault.name, _link(fault.source), found, seconds
     return f"|{'|'.join(cells)}|\n"
 
 
@@ -96,13 +95,3 @@ def _link(source: str) -> str:
         return ""
     project, _, number = source.rpartition(" ")
     return f"[{source}](https://github.com/{REPOSITORIES[project]}/issues/{number})"
-
-
-def _telling(result: Result) -> str:
-    """Return the part of the line that names what was off, or the test."""
-    if result.found_by == "test":
-        return f"`{result.line.partition('::')[2] or Path(result.line).name}`"
-    off = re.match(r"(?:gradient of )?(\S+) is off by ([^\s,]+)", result.line)
-    if result.found_by == "certify" and off:
-        return f"{off[1]} {off[2]}"
-    return "" if result.found_by in ("", "not run") else result.line.partition(":")[0]

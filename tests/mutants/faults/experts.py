@@ -194,13 +194,6 @@ FAULTS = (
         certify=TOKENS,
     ),
     Fault(
-        name="tokens_come_home_from_the_other_side",
-        file="jaxpar/parallel/expert/tokens.py",
-        old="return position if _staged() else (lax.axis_index(axes) + position) % n",
-        new="return position if _staged() else (lax.axis_index(axes) - position) % n",
-        certify=TOKENS,
-    ),
-    Fault(
         name="down_bias_of_every_tensor_rank",
         file=EXPERTS,
         old="once = spreads_experts(ex.cfg.parallel) or lax.axis_index(TENSOR) == 0",
