@@ -19,10 +19,11 @@ from typing import Any
 
 from jaxpar.config import Config, ConfigError, replace
 from jaxpar.config.json_reader import UnreadableJson, read_json, read_json_object
-from jaxpar.config.listed import plain, read_value
+from jaxpar.config.listed import plain, read_value, written
 from jaxpar.config.names import CONFIG_MODULE
 from jaxpar.config.numerals import with_unit
 from jaxpar.config.rules.paths import refuse_address
+from jaxpar.config.rules.type_check import describe, fits
 from jaxpar.config.serialize import field_from_values, from_values
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -72,9 +73,21 @@ def arguments_of(name: str) -> Mapping[str, Parameter]:
 
     Their annotations may be `Annotated[TYPE, MEANING]`, for --help.
     """
+    name = name.partition(":")[0]
     if not _file_of(name).is_file():
         return {}
-    return inspect.signature(_get_config(name), eval_str=True).parameters
+    found = inspect.signature(_get_config(name), eval_str=True).parameters
+    for parameter in found.values():
+        if parameter.default is Parameter.empty:
+            rule = f"its get_config() has no default for {parameter}, which may not be given"
+            raise ConfigError("CONFIG", name, rule, f"give it one: {parameter.name}=VALUE")
+    return found
+
+
+def type_of(parameter: Parameter) -> Any:
+    """Return the type of a parameter of get_config(): as annotated, or that of its default."""
+    empty = parameter.annotation is Parameter.empty
+    return type(parameter.default) if empty else plain(parameter.annotation)
 
 
 def with_arguments(name: str, words: Sequence[str]) -> tuple[str, list[str]]:
@@ -95,8 +108,10 @@ def with_arguments(name: str, words: Sequence[str]) -> tuple[str, list[str]]:
             raise ConfigError(option, text, f"is not an argument of {name}", f"use --{near[0]}")
         else:
             others.append(word)
-    texts = ",".join(f"{parameter}={text}" for parameter, text in given.items())
-    return f"{name}:{texts}" if given else name, others
+    texts = [f"{parameter}={text}" for parameter, text in given.items()]
+    name, _, before = name.partition(":")
+    every = ",".join(filter(None, [before, *texts]))
+    return f"{name}:{every}" if every else name, others
 
 
 def _read_arguments(name: str, given: str) -> dict[str, Any]:
@@ -108,11 +123,18 @@ def _read_arguments(name: str, given: str) -> dict[str, Any]:
         if parameter not in known:
             fix = f"use one of {', '.join(known)}" if known else f"use {name} without {option}"
             raise ConfigError(option, text, f"is not an argument of {name}", fix)
-        read[parameter] = read_value(text, plain(known[parameter].annotation))
-        if isinstance(read[parameter], str) and not isinstance(known[parameter].default, str):
-            fix = f"use {option} {with_unit(known[parameter].default)}"
-            raise ConfigError(option, text, "must be a number, such as 350M or 3.5e8", fix)
+        read[parameter] = read_value(text, type_of(known[parameter]))
+        if not fits(read[parameter], type_of(known[parameter])):
+            rule = f"must be {describe(type_of(known[parameter]))}"
+            fix = f"use {option} {default_in_words(known[parameter])}"
+            raise ConfigError(option, text, rule, fix)
     return read
+
+
+def default_in_words(parameter: Parameter) -> str:
+    """Return the default of a parameter of get_config(), as on a command line: 125M."""
+    default = parameter.default
+    return with_unit(default) if isinstance(default, float) else written(default)
 
 
 def _file_of(name: str) -> Path:

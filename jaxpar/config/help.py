@@ -13,7 +13,13 @@ from typing import Any
 from jaxpar.components.model import Layer
 from jaxpar.config import Config, ConfigError, default_of, flag, value_of
 from jaxpar.config.command_line import as_called
-from jaxpar.config.config_file import arguments_of, known_configs, load_config
+from jaxpar.config.config_file import (
+    arguments_of,
+    default_in_words,
+    known_configs,
+    load_config,
+    type_of,
+)
 from jaxpar.config.fields import (
     LENGTH,
     field_types,
@@ -25,7 +31,6 @@ from jaxpar.config.fields import (
 )
 from jaxpar.config.layers import FIELD, all_paths, type_at
 from jaxpar.config.listed import form, has_fields, item_of, members, plain, written
-from jaxpar.config.numerals import with_unit
 from jaxpar.config.option_fields import Declared, Forms, config_field, declared, only_fields
 from jaxpar.config.rules.paths import is_address
 from jaxpar.config.values import Value
@@ -167,11 +172,13 @@ def _listed(title: str, rows: Iterable[tuple[str, str]], column: int = 30) -> st
 def _of_config(name: str) -> Iterator[tuple[str, str]]:
     """Yield the arguments of a config's get_config(), with their meanings and defaults."""
     for parameter in arguments_of(name).values():
-        hint, default = parameter.annotation, parameter.default
-        meaning = " ".join(getattr(hint, "__metadata__", ()))
-        shown = with_unit(default) if isinstance(default, float) else default
-        option = parameter.name.replace("_", "-")
-        yield f"--{option} {plain(hint).__name__.upper()}", f"{meaning} (default: {shown})"
+        meaning = " ".join(getattr(parameter.annotation, "__metadata__", ()))
+        option, kind = (
+            parameter.name.replace("_", "-"),
+            getattr(type_of(parameter), "__name__", "value"),
+        )
+        default = default_in_words(parameter)
+        yield f"--{option} {kind.upper()}", f"{meaning} (default: {default})".strip()
 
 
 def _written(one: Declared) -> str:

@@ -3,6 +3,7 @@
 import pytest
 
 from jaxpar import commands
+from jaxpar.commands import call
 from jaxpar.config import ConfigError
 from jaxpar.config.command_line import ConfigArguments
 from jaxpar.config.config_file import load_config
@@ -46,6 +47,41 @@ def test_arguments_and_fields_come_in_any_order():
     assert made.name == "llama:tokens=1B,params=30M"
     assert made.asked().train.num_steps == 20
     assert arguments(made.name).base == made.base
+    longer = arguments(made.name, "--tokens", "2B")  # the last one counts
+    assert longer.base == arguments("llama", "--params", "30M", "--tokens", "2B").base
+
+
+OWN = """
+from jaxpar import load_config, replace
+
+def get_config(steps=7, rate: float = 1e-3, tied=False, name="x", seed: int | None = None):
+    return replace(load_config("quickstart"), **{
+        "train.num_steps": steps, "optimizer.learning_rate": rate, "train.seed": seed or 0,
+        "run.dir": name, "model.tie_embeddings": tied})
+"""
+
+
+def test_arguments_of_every_type(tmp_path, capsys):
+    (tmp_path / "own.py").write_text(OWN)
+    own = str(tmp_path / "own.py")
+    words = [own, "--steps=9", "--tied", "True", "--name", "2", "--seed", "3", "--rate", "1e-2"]
+    cfg = arguments(*words).base
+    assert (cfg.train.num_steps, cfg.train.seed, cfg.run.dir) == (9, 3, "2")
+    assert cfg.model.tie_embeddings and cfg.optimizer.learning_rate == 1e-2
+    for option, value, rule in (
+        ("--steps", "1.5", "must be a whole number. Fix: use --steps 7"),
+        ("--tied", "maybe", "Fix: use --tied False"),
+        ("--seed", "x", "Fix: use --seed None"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            _ = arguments(own, option, value).base
+        assert rule in str(caught.value)
+    with pytest.raises(SystemExit):
+        call("train", [own, "--help"])
+    assert "(default: 7)" in capsys.readouterr().out
+    (tmp_path / "bad.py").write_text("def get_config(steps): pass")
+    with pytest.raises(ConfigError, match="has no default for steps"):
+        _ = arguments(str(tmp_path / "bad.py")).base
 
 
 def test_an_option_of_the_command_is_an_argument_too():
