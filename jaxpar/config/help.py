@@ -173,10 +173,8 @@ def _of_config(name: str) -> Iterator[tuple[str, str]]:
     """Yield the arguments of a config's get_config(), with their meanings and defaults."""
     for parameter in arguments_of(name).values():
         meaning = " ".join(getattr(parameter.annotation, "__metadata__", ()))
-        option, kind = (
-            parameter.name.replace("_", "-"),
-            getattr(type_of(parameter), "__name__", "value"),
-        )
+        option = parameter.name.replace("_", "-")
+        kind = getattr(type_of(parameter), "__name__", "value")
         default = default_in_words(parameter)
         yield f"--{option} {kind.upper()}", f"{meaning} (default: {default})".strip()
 
