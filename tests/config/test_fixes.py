@@ -50,6 +50,8 @@ SCALING = "model.layers.mixer.rope.scaling"
 
 CASES = {
     "adapters and modules": ("llama_1b_lora_chat", {"model.mtp_depth": 1}),
+    "adapters on no projection": ("llama_1b", {"lora.rank": 4, "lora.targets": ("x",)}),
+    "adapters on a name without letters": ("llama_1b", {"lora.rank": 4, "lora.targets": ("", "")}),
     "adapters on experts": ("deepseek_v2_lite", {"lora.rank": 4, "lora.targets": ("gate_proj",)}),
     "adapters on what is not there": (
         "kimi_k2",

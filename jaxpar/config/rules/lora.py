@@ -50,7 +50,7 @@ def _targets(cfg: Config, model: Model, names: Sequence[str]) -> None:
     near = [m for n in names for m in difflib.get_close_matches(n, there, n=1, cutoff=0.4)]
     rule = f"must be names from {', '.join(there)}"
     rule += "; experts have no adapters" if experts_in(model) else ""
-    fits = flag(path, tuple(dict.fromkeys(near)) or there[:1])
+    fits = flag(path, tuple(dict.fromkeys(near) or there[:1]))
     require(bool(names) and set(names) <= set(there), cfg, path, rule, fits)
     rule, once = "must name each projection once", tuple(dict.fromkeys(names))
     require(len(set(names)) == len(names), cfg, path, rule, flag(path, once))
