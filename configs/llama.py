@@ -69,7 +69,7 @@ def get_config(
 
 
 def model_of(params: float) -> Model:
-    """Return the model with so many parameters in its layers."""
+    """Return a model whose layers have about `params` parameters."""
     num_layers = LAYERS[min(LAYERS, key=lambda size: abs(math.log(size / params)))]
     per_layer = params / num_layers
     # Queries and output take d_model^2 each, keys and values half of it, the SwiGLU 8 d_model^2.

@@ -349,7 +349,7 @@ LATER = (MixtureWeights(3, WEIGHTS[::-1]),)
 
 
 def _restaged(texts: Sequence[Text], loader: Loader) -> Result:
-    """Look at a mixture whose weights change: each source goes on where it was."""
+    """Look at a mixture whose weights change: each source continues where it was."""
     rows, wrong = loader.sizes.at(0).rows, list[str]()
     steps = 4 * -(-texts[0].num_sequences // rows) + LATER[0].step
     batches = [loader.host_rows(step, np.arange(rows)).tokens for step in range(steps)]

@@ -403,7 +403,7 @@ def _guarded(
     last = cfg.guard.loss_scale_interval - 1
     for overflows in (False, True):
         state = jax.device_put(*start)
-        if overflows:  # one gradient is no number, at a scale that can be halved
+        if overflows:  # one gradient is NaN, at a scale that can be halved
             top = state.params["final_norm"]
             broken = jax.device_put(np.full(top.shape, np.nan, top.dtype), top.sharding)
             state = dataclasses.replace(state, params=state.params | {"final_norm": broken})

@@ -164,7 +164,7 @@ def initial_weights(subject: Subject) -> Iterator[Result]:
     yield Result(check, "", "values that repeat", len(twice), where=", ".join(twice))
     others = to_host(initial_params(specs_of(cfg), cfg.train.seed + 1))
     same = [n for n, a in values.items() if _is_random(a) and np.array_equal(a, others[n])]
-    yield Result(check, "", "values for two seeds alike", len(same), where=", ".join(same))
+    yield Result(check, "", "equal values for two seeds", len(same), where=", ".join(same))
 
 
 def declared_wrong(spec: ParamSpec, kind: WeightKind) -> Iterator[str]:

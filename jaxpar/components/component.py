@@ -51,7 +51,7 @@ class Tokens(NamedTuple):
     positions: Any
     """int32 [B, S], in their documents."""
     segments: Any
-    """int32 [B, S]: the documents. A token may see only those of its own."""
+    """int32 [B, S]: the documents. A token may see only its own."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What a run needs beside its state, for its objective."""
+"""What a run needs for its objective, in addition to its state."""
 
 from typing import TYPE_CHECKING
 

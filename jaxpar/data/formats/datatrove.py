@@ -27,7 +27,7 @@ def find(path: Path) -> Path | None:
 
 
 def read(path: Path, hints: Hints) -> TokenFile | None:
-    """Open a .ds file, and check it against the files beside it. None: it has no tokens.
+    """Open a .ds file, and check it against its companion files. None: it has no tokens.
 
     Raises:   ConfigError("data.path", ...) that names the file and the byte of the problem.
     """
@@ -84,5 +84,5 @@ def _dtype(path: Path, size: int, ends: np.ndarray | None, hints: Hints) -> np.d
 
 
 def _broken(path: Path, at: int, rule: str) -> ConfigError:
-    fix = "copy the .ds file and those beside it again"
+    fix = "copy the .ds file and its companion files again"
     return ConfigError("data.path", str(path), f"{path}, byte {at:,}: {rule}", fix)

@@ -16,7 +16,7 @@ LOOK_SECONDS = 1.0
 
 
 def write_parts(tasks: Sequence[Task], workers: int, progress: PartsProgress) -> None:
-    """Write parts, each in a process with a core of its own.
+    """Write parts, each in its own process.
 
     Args:     workers: not used: Ray decides how many parts are written at once.
     Raises:   ConfigError without Ray, and for what cannot be read; RunError if the process of a

@@ -1,6 +1,6 @@
 """The teacher of a distillation: the model of another run, on the mesh of the student.
 
-Before each step, a program of its own computes the teacher's likeliest next tokens of the batch.
+Before each step, a separate program computes the teacher's likeliest next tokens of the batch.
 The step receives them beside the tokens, and knows nothing of the teacher's model. With
 `distill.cache`, they come from files (`cache.py`), and there is no teacher.
 """
