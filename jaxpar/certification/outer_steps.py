@@ -15,7 +15,7 @@ from jaxpar.certification import distances, traces
 from jaxpar.certification.results import Result, Subject
 from jaxpar.certification.traces import Arrays
 from jaxpar.certification.updates import ONE, compile_options, first_mesh, mesh_of, on
-from jaxpar.config import Config, ConfigError, present
+from jaxpar.config import Config, ConfigError, present, replace
 from jaxpar.sharding.batch import Batch
 from jaxpar.step.diloco.outer import OuterSteps, make_exchange
 from jaxpar.step.state import TrainState, init_state
@@ -34,12 +34,14 @@ def outer_steps(subject: Subject) -> Iterator[Result]:
     if asked is None:
         yield Result(check, "", "outer steps", not_run="the config has no diloco")
         return
-    layers = subject.small.model.num_layers
-    fragments = max(n for n in range(1, asked.fragments + 1) if layers % n == 0)
+    model = subject.small.model
+    fragments = max(n for n in range(1, asked.fragments + 1) if model.num_layers % n == 0)
+    if fragments > 1:  # two layers in each: every n-th layer, not a run of them
+        model = model.with_layers(list(model.layers) * 2)
     # Fragments are due in turn: with 3 steps for each, all within the run.
     every = 3 * fragments
     d = dataclasses.replace(asked, fragments=fragments, every=every, overlap=min(asked.overlap, 2))
-    small = dataclasses.replace(subject.small, diloco=d)
+    small = replace(subject.small, model=model, diloco=d, **{"metrics.layers": "none"})
     optimizer = dataclasses.replace(small.optimizer, ema=None)
     train = dataclasses.replace(small.train, num_steps=100 * every, num_tokens=0, num_epochs=0.0)
     small = dataclasses.replace(small, optimizer=optimizer, train=train)

@@ -249,22 +249,45 @@ def _gradients(subject: Subject, fields: Fields) -> Iterator[Result]:
 #: Meshes of which each sums gradients in one way: over microbatches, devices, and those of stages.
 OF_DIGITS = ("num_microbatches=4", "data=4", "pipeline=2,num_microbatches=8")
 
+#: The gradient that is a sum over tokens on one device, too: those of matmuls are rounded there.
+LOOKUP = "embed"
+
 
 def _few_digits(subject: Subject, cfg: Config) -> Iterator[Result]:
-    """Look for gradients of which all numbers are bfloat16: sums in float32 have more digits.
+    """Look for sums of gradients that are rounded: of which all numbers are bfloat16, or that
+    depend on the number of chunks of the loss.
 
     Args:     cfg: computes in bfloat16.
     """
     what = "share of a gradient's sums that are bfloat16, compute in bfloat16"
-    for name in OF_DIGITS:
+    for name in (ONE, *OF_DIGITS):
         try:
             there = on(cfg, name, len(subject.devices))
         except ConfigError as error:
             yield Result("rounding", name, what, not_run=str(error))
             continue
         found = _trace(there, subject, exactly=True)
+        if name == ONE:
+            tokens = cfg.train.global_batch_size * cfg.data.seq_len
+            yield _of_chunks(there, subject, found, tokens)
+            found = {LOOKUP: found[LOOKUP]}
         far, where = distances.worst(short_shares(found))
         yield Result("rounding", name, what, far, SHORT, where=where)
+
+
+def _of_chunks(cfg: Config, subject: Subject, found: Arrays, chunks: int) -> Result:
+    """Compare gradients with those of many chunks of the loss: each is rounded once in both.
+
+    Args:     found: with the config's chunks. chunks: the number of the others.
+    """
+    many = _trace(replace(cfg, **{"parallel.loss_chunks": chunks}), subject, exactly=True)
+    errors = {
+        n: float(np.linalg.norm(a - many[n]) / max(np.linalg.norm(a), 1e-30))
+        for n, a in found.items()
+    }
+    far, where = distances.worst(errors)
+    what = f"gradients with {chunks} chunks of the loss, compute in bfloat16"
+    return Result("rounding", ONE, what, far, EPS, where=where)
 
 
 def short_shares(found: Arrays) -> dict[str, float]:

@@ -50,11 +50,16 @@ Z_LOSS, BALANCE_LOSS, ROUTER_Z_LOSS, EMA_DECAY = 1e-3, 1e-2, 1e-3, 0.9
 
 
 def thorough(cfg: Config) -> Config:
-    """Return the config with every term of the loss that it may have, and a moving average.
+    """Return the config with every term of the loss that it may have, a moving average, and the
+    metrics of layers.
 
     What a config leaves out would not be compared.
     """
-    more: dict[str, Any] = {"optimizer.ema": EmaConfig(decay=EMA_DECAY), "train.z_loss": Z_LOSS}
+    more: dict[str, Any] = {
+        "optimizer.ema": EmaConfig(decay=EMA_DECAY),
+        "train.z_loss": Z_LOSS,
+        "metrics.layers": "all",
+    }
     if experts_in(cfg.model):
         more |= {"train.balance_loss": BALANCE_LOSS, "train.router_z_loss": ROUTER_Z_LOSS}
     if cfg.model.mup:
@@ -64,7 +69,8 @@ def thorough(cfg: Config) -> Config:
     one = ParallelConfig(data=1)
     check(dataclasses.replace(cfg, parallel=one))  # what follows is then refused for what is added
     for path, value in more.items():
-        with_it = cfg if value_of(cfg, path) else replace(cfg, **{path: value})
+        unset = value_of(cfg, path) in (None, 0, "none")
+        with_it = replace(cfg, **{path: value}) if unset else cfg
         try:
             check(dataclasses.replace(with_it, parallel=one))
         except ConfigError:

@@ -5,7 +5,7 @@ from tests.mutants.fault import Fault
 TWO = "llama3_8b pipeline=2,num_microbatches=4"
 FOUR = "llama3_8b pipeline=4,num_microbatches=4"
 CHUNKS = "llama3_8b pipeline=2,virtual_stages=2,num_microbatches=4"
-BUBBLE = "llama3_8b pipeline=4,num_microbatches=8,schedule=zero_bubble,layer_loop=unroll"
+BUBBLE = "llama3_8b pipeline=4,num_microbatches=8,schedule=zero_bubble,zero=1,layer_loop=unroll"
 
 SLOTS, RUNNER = "jaxpar/parallel/pipeline/slots.py", "jaxpar/parallel/pipeline/runner.py"
 SCHEDULES, ORDER = "jaxpar/parallel/pipeline/schedules.py", "jaxpar/step/layer_order.py"
@@ -107,10 +107,10 @@ FAULTS = (
         certify=BUBBLE,
     ),
     Fault(
-        name="zero_bubble_postpones_one_too_few",
+        name="zero_bubble_postpones_one_too_many",
         file=SCHEDULES,
         old="return self.stages - 1 + s",
-        new="return self.stages - 2 + s",
+        new="return self.stages + s",
         certify=BUBBLE,
     ),
     Fault(
@@ -143,10 +143,10 @@ FAULTS = (
         certify=CHUNKS,
     ),
     Fault(
-        name="unequal_stages_use_their_empty_slots",
+        name="unequal_stages_use_the_slots_of_the_first",
         file=ORDER,
-        old="used = jnp.arange(m) < size",
-        new="used = jnp.arange(m) <= size",
-        certify="llama3_8b pipeline=2,num_microbatches=4,layers_per_stage=3,1",
+        old="here = jnp.asarray(sizes, jnp.int32)[lax.axis_index(PIPELINE)]",
+        new="here = jnp.asarray(sizes, jnp.int32)[0 * lax.axis_index(PIPELINE)]",
+        certify="llama3_8b pipeline=2,num_microbatches=4,layers_per_stage=1,3",
     ),
 )
