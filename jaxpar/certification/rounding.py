@@ -249,8 +249,12 @@ def _gradients(subject: Subject, fields: Fields) -> Iterator[Result]:
 #: Meshes of which each sums gradients in one way: over microbatches, devices, and those of stages.
 OF_DIGITS = ("num_microbatches=4", "data=4", "pipeline=2,num_microbatches=8")
 
-#: The gradient that is a sum over tokens on one device, too: those of matmuls are rounded there.
-LOOKUP = "embed"
+#: The gradients that are sums in float32 on one device, too: of lookups, and of chunks of the loss.
+#: Those of other matmuls are rounded there.
+LOOKUP, HEAD = "embed", "head"
+
+#: Tokens in a chunk: enough that a GPU multiplies matrices.
+IN_CHUNK = 4
 
 
 def _few_digits(subject: Subject, cfg: Config) -> Iterator[Result]:
@@ -268,26 +272,25 @@ def _few_digits(subject: Subject, cfg: Config) -> Iterator[Result]:
             continue
         found = _trace(there, subject, exactly=True)
         if name == ONE:
-            tokens = cfg.train.global_batch_size * cfg.data.seq_len
-            yield _of_chunks(there, subject, found, tokens)
-            found = {LOOKUP: found[LOOKUP]}
+            if HEAD in found:
+                yield _of_chunks(there, subject, found[HEAD])
+            found = {name: a for name, a in found.items() if name == LOOKUP}
+            if not found:
+                continue  # adapters alone are trained
         far, where = distances.worst(short_shares(found))
         yield Result("rounding", name, what, far, SHORT, where=where)
 
 
-def _of_chunks(cfg: Config, subject: Subject, found: Arrays, chunks: int) -> Result:
-    """Compare gradients with those of many chunks of the loss: each is rounded once in both.
+def _of_chunks(cfg: Config, subject: Subject, found: Any) -> Result:
+    """Compare the gradient of the head with that of many chunks: each is rounded once in both.
 
-    Args:     found: with the config's chunks. chunks: the number of the others.
+    Args:     found: with the config's chunks.
     """
-    many = _trace(replace(cfg, **{"parallel.loss_chunks": chunks}), subject, exactly=True)
-    errors = {
-        n: float(np.linalg.norm(a - many[n]) / max(np.linalg.norm(a), 1e-30))
-        for n, a in found.items()
-    }
-    far, where = distances.worst(errors)
-    what = f"gradients with {chunks} chunks of the loss, compute in bfloat16"
-    return Result("rounding", ONE, what, far, EPS, where=where)
+    chunks = cfg.train.global_batch_size * cfg.data.seq_len // IN_CHUNK
+    many = _trace(replace(cfg, **{"parallel.loss_chunks": chunks}), subject, exactly=True)[HEAD]
+    far = float(np.linalg.norm(found - many) / np.linalg.norm(found))
+    what = f"gradient with {chunks} chunks of the loss, compute in bfloat16"
+    return Result("rounding", ONE, what, far, EPS, where=HEAD)
 
 
 def short_shares(found: Arrays) -> dict[str, float]:
