@@ -5,7 +5,7 @@ The site shows them under the heading ("Also called: ..."), so its search finds 
 
 ALSO_CALLED = {
     "checkpoints.md": {
-        "Runs and checkpoints": "save and load, resume training, restart",
+        "Checkpoints": "save and load, resume training, restart",
         "The best checkpoint": "early stopping, keep the best model",
         "Averages of checkpoints": "model averaging, model soup, merge checkpoints",
     },
