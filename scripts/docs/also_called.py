@@ -43,7 +43,11 @@ ALSO_CALLED = {
     },
     "long_context.md": {"Longer contexts": "long context, RoPE scaling, YaRN, context extension"},
     "lora.md": {"LoRA": "PEFT, adapters, low-rank adaptation, fine-tuning"},
-    "memory.md": {"Memory": "OOM, out of memory, CPU offload, does not fit"},
+    "memory.md": {
+        "Out of memory: when a run does not fit": "OOM, CUDA out of memory, RESOURCE_EXHAUSTED",
+        "What to try, in order": "activation checkpointing, gradient accumulation, 8-bit Adam",
+        "Optimizer state in host memory": "CPU offload, ZeRO-Infinity, ZeRO-Offload",
+    },
     "monitoring.md": {
         "Sinks": "W&B, Weights & Biases, TensorBoard, MLflow, Prometheus, logging",
         "The report": "loss curve, dashboard, plots",
