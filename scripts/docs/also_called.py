@@ -72,7 +72,10 @@ ALSO_CALLED = {
     "precision.md": {"Precision": "mixed precision, AMP, bf16, fp16, fp8, loss scaling"},
     "preference_tuning.md": {"Preference tuning": "DPO, RLHF, alignment, preference pairs"},
     "python_api.md": {"Functions": "jax.grad, custom training loop, pure functions"},
-    "reliability.md": {"Loss spikes": "divergence, NaN, instability, skip updates"},
+    "reliability.md": {
+        "Loss spikes": "divergence, NaN, instability, skip updates",
+        "Object stores": "S3, GCS, MinIO, cloud storage, bucket",
+    },
     "sweeps.md": {"Sweeps": "hyperparameter search, grid search, learning-rate sweep"},
     "troubleshooting.md": {
         "Out of memory": "OOM, CUDA out of memory, RESOURCE_EXHAUSTED",
