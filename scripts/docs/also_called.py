@@ -69,6 +69,11 @@ ALSO_CALLED = {
         "pipeline": "pipeline parallelism, PP, 1F1B, GPipe",
         "Rematerialization": "activation checkpointing, gradient checkpointing, recomputation",
     },
+    "planning.md": {
+        "Planning and choosing a layout": "auto-parallelism, memory estimator, cost, throughput",
+        "Mixture of experts": "MoE, expert parallelism, EP",
+        "Goodput under failures": "checkpoint interval, MTBF",
+    },
     "precision.md": {"Precision": "mixed precision, AMP, bf16, fp16, fp8, loss scaling"},
     "preference_tuning.md": {"Preference tuning": "DPO, RLHF, alignment, preference pairs"},
     "python_api.md": {"Functions": "jax.grad, custom training loop, pure functions"},

@@ -26,7 +26,7 @@ from jaxpar.prediction.ranking import predict
 from tests.slow import slow
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYOUTS, PLANNING = "choosing_a_layout.md", "planning.md"
+PLANNING = "planning.md"
 
 
 def read(name: str) -> str:
@@ -67,9 +67,9 @@ def planned(command: str) -> str:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("page", [slow(LAYOUTS), slow(PLANNING)])
-def test_plans_that_are_shown_are_printed(page):
-    text = re.sub(r"\\\n *", "", read(page))  # a command may go over several lines
+@pytest.mark.slow
+def test_plans_that_are_shown_are_printed():
+    text = re.sub(r"\\\n *", "", read(PLANNING))  # a command may go over several lines
     shown = re.findall(r"^\$ python -m jaxpar\.plan (.*)\n((?:.*\n)*?)```", text, re.M)
     assert shown
     for command, lines in shown:
@@ -169,8 +169,8 @@ def test_a_figure_that_is_not_of_its_card_is_seen(tmp_path, monkeypatch, capsys)
 def test_tables_of_layouts_are_up_to_date(name):
     tables = script("layout_tables")
     expected = f"<!-- layouts: {name} -->\n{tables.table(name)}<!-- /layouts -->"
-    assert expected in read(LAYOUTS), "run python scripts/docs/layout_tables.py --write"
-    assert list(tables.TABLES) == re.findall(r"<!-- layouts: (\w+) -->", read(LAYOUTS))
+    assert expected in read(PLANNING), "run python scripts/docs/layout_tables.py --write"
+    assert list(tables.TABLES) == re.findall(r"<!-- layouts: (\w+) -->", read(PLANNING))
 
 
 # ------------------------------------------------------------------------------------- fields
