@@ -2,7 +2,8 @@
 
 Starts from the weights in runs/llama_1b_published (made by `python -m jaxpar.convert from-hf`) and
 trains on the assistant's tokens in data/chats (made by `python -m jaxpar.data prepare-chat`);
-docs/data.md has the commands. All weights are trained, with 1/50 of llama_1b's learning rate.
+docs/fine_tuning.md has the commands. All weights are trained, with 1/50 of llama_1b's learning
+rate.
 """
 
 from jaxpar.config import Config, replace

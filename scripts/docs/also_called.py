@@ -5,7 +5,7 @@ The site shows them under the heading ("Also called: ..."), so its search finds 
 
 ALSO_CALLED = {
     "checkpoints.md": {
-        "Runs and checkpoints": "save and load, resume training, restart",
+        "Checkpoints": "save and load, resume training, restart",
         "The best checkpoint": "early stopping, keep the best model",
         "Averages of checkpoints": "model averaging, model soup, merge checkpoints",
     },
@@ -43,7 +43,11 @@ ALSO_CALLED = {
     },
     "long_context.md": {"Longer contexts": "long context, RoPE scaling, YaRN, context extension"},
     "lora.md": {"LoRA": "PEFT, adapters, low-rank adaptation, fine-tuning"},
-    "memory.md": {"Memory": "OOM, out of memory, CPU offload, does not fit"},
+    "memory.md": {
+        "Out of memory: when a run does not fit": "OOM, CUDA out of memory, RESOURCE_EXHAUSTED",
+        "What to try, in order": "activation checkpointing, gradient accumulation, 8-bit Adam",
+        "Optimizer state in host memory": "CPU offload, ZeRO-Infinity, ZeRO-Offload",
+    },
     "monitoring.md": {
         "Sinks": "W&B, Weights & Biases, TensorBoard, MLflow, Prometheus, logging",
         "The report": "loss curve, dashboard, plots",
@@ -65,10 +69,18 @@ ALSO_CALLED = {
         "pipeline": "pipeline parallelism, PP, 1F1B, GPipe",
         "Rematerialization": "activation checkpointing, gradient checkpointing, recomputation",
     },
+    "planning.md": {
+        "Planning and choosing a layout": "auto-parallelism, memory estimator, cost, throughput",
+        "Mixture of experts": "MoE, expert parallelism, EP",
+        "Goodput under failures": "checkpoint interval, MTBF",
+    },
     "precision.md": {"Precision": "mixed precision, AMP, bf16, fp16, fp8, loss scaling"},
     "preference_tuning.md": {"Preference tuning": "DPO, RLHF, alignment, preference pairs"},
     "python_api.md": {"Functions": "jax.grad, custom training loop, pure functions"},
-    "reliability.md": {"Loss spikes": "divergence, NaN, instability, skip updates"},
+    "reliability.md": {
+        "Loss spikes": "divergence, NaN, instability, skip updates",
+        "Object stores": "S3, GCS, MinIO, cloud storage, bucket",
+    },
     "sweeps.md": {"Sweeps": "hyperparameter search, grid search, learning-rate sweep"},
     "troubleshooting.md": {
         "Out of memory": "OOM, CUDA out of memory, RESOURCE_EXHAUSTED",

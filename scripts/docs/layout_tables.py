@@ -1,4 +1,4 @@
-"""Makes the tables of docs/choosing_a_layout.md: python scripts/docs/layout_tables.py [--write]
+"""Makes the tables of docs/planning.md: python scripts/docs/layout_tables.py [--write]
 
 Each row is the best layout of a plan, with the plan's options and the closest card of
 docs/benchmarks. All rows take three minutes on a CPU. Without options, prints the tables. --write
@@ -23,7 +23,7 @@ from jaxpar.prediction.layouts import describe  # noqa: E402
 from jaxpar.prediction.ranking import Layout, make_plan  # noqa: E402
 from jaxpar.tools.planning.command import asked_for  # noqa: E402
 
-PAGE = ROOT / "docs" / "choosing_a_layout.md"
+PAGE = ROOT / "docs" / "planning.md"
 
 #: Of each table: the options that all of its plans share, and (row, options, the nearest card).
 TABLES = {
@@ -75,7 +75,6 @@ TABLES = {
     "shapes": (
         "llama3_8b --gpus 8 --quick",
         [
-            ("8 sequences per GPU", "--train.global-batch-size 64", ""),
             ("1 sequence per GPU", "--train.global-batch-size 8", ""),
             ("1 sequence per 2 GPUs", "--train.global-batch-size 4", ""),
             ("1 sequence in all", "--train.global-batch-size 1", ""),
@@ -84,7 +83,6 @@ TABLES = {
                 "--data.seq-len 131072 --train.global-batch-size 8",
                 "llama3_8b-h200x4-sequence4-131072",
             ),
-            ("GPUs of 80 GB", "--gpu h100 --train.global-batch-size 64", ""),
         ],
     ),
     "hosts": (
@@ -109,9 +107,12 @@ TABLES = {
     "mixtures": (
         "--quick",
         [
-            ("4 sequences per GPU", "qwen3_30b_a3b --gpus 8", ""),
-            ("the same, unbalanced", "qwen3_30b_a3b --gpus 8 --expert-imbalance 1.5", ""),
-            ("8 sequences per GPU", "qwen3_30b_a3b --gpus 8 --train.global-batch-size 64", ""),
+            ("Qwen3-30B-A3B, unbalanced", "qwen3_30b_a3b --gpus 8 --expert-imbalance 1.5", ""),
+            (
+                "Qwen3-30B-A3B, 8 sequences per GPU",
+                "qwen3_30b_a3b --gpus 8 --train.global-batch-size 64",
+                "",
+            ),
             ("Mixtral 8x7B", "mixtral_8x7b --gpus 8", ""),
             ("OLMoE on 2 GPUs", "olmoe_1b_7b --gpus 2 --train.global-batch-size 8", ""),
             ("OLMoE on 8 GPUs", "olmoe_1b_7b --gpus 8", ""),

@@ -1,7 +1,7 @@
 """Compare predicted and measured runs: python scripts/docs/plan_calibration.py [--write]
 
-Prints the tables, and the sentences of other pages on them; takes seconds on a CPU. --write writes
-them to the pages of BLOCKS.
+Prints each run, and what pages say of all; takes seconds on a CPU. --write writes that to the pages
+of BLOCKS.
 """
 
 import argparse
@@ -36,8 +36,14 @@ def dense() -> list[Compared]:
     return list(compare(read))
 
 
+@functools.cache
+def experts() -> list[Compared]:
+    """Return the runs of models with experts with their predictions."""
+    return list(compare(read, "experts"))
+
+
 def errors() -> tuple[list[float], list[float]]:
-    """Return the relative errors of step times, and of peak memory where it was noted."""
+    """Return relative errors of dense models: of step times, and of peaks where they were noted."""
     peaks = [abs(c.memory_error) for c in dense() if c.memory_error is not None]
     return [abs(c.time_error) for c in dense()], peaks
 
@@ -61,7 +67,7 @@ def of_readme() -> str:
 
 def of_layouts() -> str:
     """Return the item on the page about choosing a layout."""
-    return f"- {accuracy()} ([comparison](planning.md#predicted-and-measured)).\n"
+    return f"- {accuracy()} ([comparison](#predicted-and-measured)).\n"
 
 
 def recipe() -> str:
@@ -84,32 +90,52 @@ def recipe() -> str:
     )
 
 
+def kind(c: Compared) -> str:
+    """Return the row of the pages' table to which a run belongs."""
+    if c.run in (known.run for known in experts()):
+        return f"experts, {c.run.gpu.upper()}"
+    p = resolve(read(c.run.run.split()), c.run.gpus).parallel
+    kinds = {
+        "pipeline": p.pipeline > 1,
+        "tensor": p.tensor > 1,
+        "sequence": p.sequence > 1,
+        "float8": "float8" in c.run.run,
+        "one GPU": c.run.gpus == 1,
+    }
+    return next((name for name, is_so in kinds.items() if is_so), "`data`, `replica`")
+
+
 def table() -> str:
-    """Return the table of runs as Markdown, and the largest errors, also of compiled steps."""
-    compared = dense()
+    """Return the errors of the runs by kind, and of compiled steps, as Markdown."""
+    by_kind: dict[str, list[Compared]] = {}
+    for c in [*dense(), *experts()]:
+        by_kind.setdefault(kind(c), []).append(c)
     lines = [
-        "| GPUs | run | step, ms | predicted | peak, GiB | predicted |",
+        "| runs with | runs | step time: largest error | mean | peak: largest error | mean |",
         "|---|---|---|---|---|---|",
-        *map(row, compared),
     ]
-    times, peaks = errors()
-    plans = [abs(c.error) for c in compare_compiled(read)]
-    lines.append("")
-    lines.append(
-        f"Step time: {summary(times)}. Peak memory: {summary(peaks)}. "
-        f"XLA's memory plans of compiled steps: {summary(plans, 'plans')}."
-    )
+    for name, runs in by_kind.items():
+        peaks = [c.memory_error for c in runs if c.memory_error is not None]
+        times = spread([c.time_error for c in runs])
+        lines.append(f"| {name} | {len(runs)} | {times} | {spread(peaks)} |")
+    plans = [c.error for c in compare_compiled(read)]
+    lines.append(f"| XLA's memory plans of compiled steps | {len(plans)} | | | {spread(plans)} |")
     return "\n".join(lines) + "\n"
 
 
-def experts_table() -> str:
-    """Return the table of runs of models with experts as Markdown."""
-    compared = list(compare(read, "experts"))
+def spread(errors: list[float]) -> str:
+    """Return two cells: the largest error, and the mean without signs."""
+    sizes = [abs(error) for error in errors]
+    return f"{max(errors, key=abs):+.1%} | {sum(sizes) / len(sizes):.1%}"
+
+
+def runs_table() -> str:
+    """Return each run and its prediction as Markdown."""
     lines = [
         "| GPUs | run | step, ms | predicted | peak, GiB | predicted |",
         "|---|---|---|---|---|---|",
     ]
-    lines += [row(c, f" {c.run.gpu.upper()}") for c in compared]
+    lines += [row(c, f" {c.run.gpu.upper()}") for c in [*dense(), *experts()]]
     return "\n".join(lines) + "\n"
 
 
@@ -128,25 +154,15 @@ def read(words: list[str]) -> Config:
     return read_config(words)
 
 
-def summary(errors: list[float], what: str = "runs") -> str:
-    """Return the number of runs or plans, the largest and the mean error."""
-    return f"{len(errors)} {what}, largest error {max(errors):.1%}, mean {mean(errors):.1%}"
-
-
-def mean(values: list[float]) -> float:
-    """Return the arithmetic mean."""
-    return sum(values) / len(values)
-
-
-def row(c: Compared, kind: str = "") -> str:
+def row(c: Compared, gpu: str) -> str:
     """Return the row of a run.
 
-    Args:     kind: of GPU, to print after their number.
+    Args:     gpu: its kind, to print after their number.
     """
     peak, error = c.run.peak_gib, c.memory_error
     measured = f"{peak:.1f}" if peak is not None else "-"
     memory = f"{error:+.1%}" if error is not None else f"{c.peak_gib:.1f} GiB"
-    run, gpus = shorter(c.run.run), f"{c.run.gpus}{kind}"
+    run, gpus = shorter(c.run.run), f"{c.run.gpus}{gpu}"
     return (
         f"| {gpus} | {run} | {c.run.step_ms:,.0f} | {c.time_error:+.1%} | {measured} | {memory} |"
     )
@@ -176,8 +192,7 @@ def shorter(run: str) -> str:
 
 #: Of each page, what stands between `<!-- NAME -->` and `<!-- /NAME -->`.
 BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
-    "docs/planning.md": {"calibration": table, "calibration-experts": experts_table},
-    "docs/choosing_a_layout.md": {"planner": of_layouts},
+    "docs/planning.md": {"calibration": table, "planner": of_layouts},
     "README.md": {"planner": of_readme, "recipe": recipe},
 }
 
@@ -199,7 +214,7 @@ def main() -> None:
             print(conditions() + "\n" if page.endswith("planning.md") else f"\n{page}")
             print("\n".join(make() for make in blocks.values()), end="")
     if not write:
-        print("\n" + compiled_table(), end="")
+        print("\n" + runs_table() + "\n" + compiled_table(), end="")
 
 
 if __name__ == "__main__":

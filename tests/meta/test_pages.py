@@ -12,16 +12,21 @@ from pathlib import Path
 import pytest
 
 from jaxpar.commands import call
+from jaxpar.config.command_line import read_config
 from jaxpar.config.config_file import known_configs, load_config
 from jaxpar.config.fields import LENGTH, field_types
 from jaxpar.config.layers import all_paths
 from jaxpar.config.listed import members
 from jaxpar.config.model_source import FAMILY, FROM
 from jaxpar.config.serialize import to_json
+from jaxpar.config.validate import resolve
+from jaxpar.prediction.communication import Cluster
+from jaxpar.prediction.hardware import GIB, GPUS, NETWORKS
+from jaxpar.prediction.ranking import predict
 from tests.slow import slow
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYOUTS, PLANNING = "choosing_a_layout.md", "planning.md"
+PLANNING = "planning.md"
 
 
 def read(name: str) -> str:
@@ -62,15 +67,31 @@ def planned(command: str) -> str:
     return out.getvalue()
 
 
-@pytest.mark.parametrize("page", [slow(LAYOUTS), slow(PLANNING)])
-def test_plans_that_are_shown_are_printed(page):
-    text = re.sub(r"\\\n *", "", read(page))  # a command may go over several lines
+@pytest.mark.slow
+def test_plans_that_are_shown_are_printed():
+    text = re.sub(r"\\\n *", "", read(PLANNING))  # a command may go over several lines
     shown = re.findall(r"^\$ python -m jaxpar\.plan (.*)\n((?:.*\n)*?)```", text, re.M)
     assert shown
     for command, lines in shown:
         printed = [line.rstrip() for line in planned(command).splitlines()]
         for part in re.split(r"^\.\.\.$", lines, flags=re.MULTILINE):
             assert part.strip("\n") in "\n".join(printed), command
+
+
+def test_steps_to_less_memory_are_as_predicted():
+    """The table of memory.md: each row adds its options to those of the rows before it."""
+    section = read("memory.md").partition("<!-- ladder -->")[2].partition("<!-- /ladder -->")[0]
+    gpu, options, shown, predicted = GPUS["h100"], {}, [], []
+    for words, gib, seconds in re.findall(
+        r"\| \d+ \| `(.*?)`.*? \| ([\d.]+) \| ([\d.]+) \|", section
+    ):
+        options |= dict(re.findall(r"(\S+) (\S+)", words))
+        command = f"llama3_8b --train.global-batch-size 64 {shlex.join(sum(options.items(), ()))}"
+        cfg = resolve(read_config(shlex.split(command)), gpu.per_host)
+        layout = predict(cfg, Cluster(gpu, NETWORKS["ib400"], gpu.per_host, gpu.per_host))
+        shown.append((gib, seconds))
+        predicted.append((f"{layout.memory.total / GIB:.1f}", f"{layout.time.total:.2f}"))
+    assert len(shown) == 13 and shown == predicted
 
 
 @pytest.mark.parametrize("name", ["benchmark_table", "draw_benchmarks", slow("draw_plan")])
@@ -148,8 +169,8 @@ def test_a_figure_that_is_not_of_its_card_is_seen(tmp_path, monkeypatch, capsys)
 def test_tables_of_layouts_are_up_to_date(name):
     tables = script("layout_tables")
     expected = f"<!-- layouts: {name} -->\n{tables.table(name)}<!-- /layouts -->"
-    assert expected in read(LAYOUTS), "run python scripts/docs/layout_tables.py --write"
-    assert list(tables.TABLES) == re.findall(r"<!-- layouts: (\w+) -->", read(LAYOUTS))
+    assert expected in read(PLANNING), "run python scripts/docs/layout_tables.py --write"
+    assert list(tables.TABLES) == re.findall(r"<!-- layouts: (\w+) -->", read(PLANNING))
 
 
 # ------------------------------------------------------------------------------------- fields

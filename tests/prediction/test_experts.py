@@ -402,7 +402,7 @@ def test_the_whole_model_on_8_gpus_is_as_on_its_page():
 
 
 def test_memory_is_within_its_bound_of_xlas_plans():
-    """Compiled without a GPU, in GiB (docs/planning.md, "Experts")."""
+    """Compiled without a GPU, in GiB (docs/planning.md)."""
     six = {"model.num_layers": 6, "compute.logits_dtype": "compute", "data.document_mask": False}
     six |= {"parallel.expert_slack": 1.1}
     small = replace(QWEN, **six)
