@@ -16,7 +16,6 @@ ALSO_CALLED = {
     },
     "convert.md": {
         "Hugging Face conversion": "transformers, safetensors, import, export, vLLM, serving",
-        "Fine-tuning": "finetune, continued pre-training, SFT, supervised fine-tuning",
     },
     "data.md": {
         "Preparing text": "custom dataset, own data, tiktoken, Shakespeare, one text file",
@@ -25,7 +24,6 @@ ALSO_CALLED = {
         "Evaluation sets": "validation set, held-out data",
         "Chat data": "instruction tuning, conversations, chat template, SFT data",
     },
-    "distillation.md": {"Distillation": "knowledge distillation, teacher and student, KD"},
     "doctor.md": {"Checking a machine: jaxpar.doctor": "NCCL test, health check, burn-in"},
     "experts.md": {"Experts": "mixture of experts, MoE, expert parallelism, EP, router, top-k"},
     "extend/components.md": {"Components": "custom layer, custom attention, own model"},
@@ -37,12 +35,18 @@ ALSO_CALLED = {
         "Update rules and schedules": "custom optimizer, learning-rate scheduler"
     },
     "extend/runs.md": {"Batches, sinks and callbacks": "custom data loader, Trainer hooks"},
+    "fine_tuning.md": {
+        "Fine-tuning": "finetune, post-training, continued pre-training",
+        "Supervised fine-tuning": "SFT, instruction tuning, full fine-tuning",
+        "LoRA": "PEFT, adapters, low-rank adaptation, rsLoRA",
+        "Preference tuning": "DPO, RLHF, alignment, preference pairs",
+        "Distillation": "knowledge distillation, teacher and student, KD",
+    },
     "generation.md": {
         "Generating text": "inference, sampling, decoding, temperature, top-p",
         "Evaluating on tasks": "lm-evaluation-harness, lm_eval, HellaSwag, MMLU, benchmarks",
     },
     "long_context.md": {"Longer contexts": "long context, RoPE scaling, YaRN, context extension"},
-    "lora.md": {"LoRA": "PEFT, adapters, low-rank adaptation, fine-tuning"},
     "memory.md": {"Memory": "OOM, out of memory, CPU offload, does not fit"},
     "monitoring.md": {
         "Sinks": "W&B, Weights & Biases, TensorBoard, MLflow, Prometheus, logging",
@@ -66,7 +70,6 @@ ALSO_CALLED = {
         "Rematerialization": "activation checkpointing, gradient checkpointing, recomputation",
     },
     "precision.md": {"Precision": "mixed precision, AMP, bf16, fp16, fp8, loss scaling"},
-    "preference_tuning.md": {"Preference tuning": "DPO, RLHF, alignment, preference pairs"},
     "python_api.md": {"Functions": "jax.grad, custom training loop, pure functions"},
     "reliability.md": {"Loss spikes": "divergence, NaN, instability, skip updates"},
     "sweeps.md": {"Sweeps": "hyperparameter search, grid search, learning-rate sweep"},
