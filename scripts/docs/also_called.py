@@ -4,6 +4,14 @@ The site shows them under the heading ("Also called: ..."), so its search finds 
 """
 
 ALSO_CALLED = {
+    "architectures.md": {
+        "Families": "supported models, model zoo, Llama, Qwen, DeepSeek, Gemma, Mistral, GPT",
+        "Experts": "mixture of experts, MoE, expert parallelism, EP, router, top-k",
+        "Hybrid models": "linear attention, state-space models, SSM, Mamba, recurrent layers",
+        "Latent attention": "MLA, multi-head latent attention, KV compression",
+        "Multi-token prediction": "MTP, draft model, speculative decoding",
+        "Longer contexts": "long context, RoPE scaling, YaRN, context extension",
+    },
     "checkpoints.md": {
         "Runs and checkpoints": "save and load, resume training, restart",
         "The best checkpoint": "early stopping, keep the best model",
@@ -25,7 +33,6 @@ ALSO_CALLED = {
         "Chat data": "instruction tuning, conversations, chat template, SFT data",
     },
     "doctor.md": {"Checking a machine: jaxpar.doctor": "NCCL test, health check, burn-in"},
-    "experts.md": {"Experts": "mixture of experts, MoE, expert parallelism, EP, router, top-k"},
     "extend/components.md": {"Components": "custom layer, custom attention, own model"},
     "extend/losses.md": {
         "Losses": "custom loss, loss function, objective",
@@ -46,7 +53,6 @@ ALSO_CALLED = {
         "Generating text": "inference, sampling, decoding, temperature, top-p",
         "Evaluating on tasks": "lm-evaluation-harness, lm_eval, HellaSwag, MMLU, benchmarks",
     },
-    "long_context.md": {"Longer contexts": "long context, RoPE scaling, YaRN, context extension"},
     "memory.md": {"Memory": "OOM, out of memory, CPU offload, does not fit"},
     "monitoring.md": {
         "Sinks": "W&B, Weights & Biases, TensorBoard, MLflow, Prometheus, logging",
