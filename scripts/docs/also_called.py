@@ -58,7 +58,6 @@ ALSO_CALLED = {
         "Sinks": "W&B, Weights & Biases, TensorBoard, MLflow, Prometheus, logging",
         "The report": "loss curve, dashboard, plots",
     },
-    "mup.md": {"µP: learning rates that hold at every width": "muP, maximal update, transfer"},
     "numerics.md": {
         "Clipping": "gradient clipping, clip_grad_norm, max norm",
         "Determinism": "reproducibility, seeds, deterministic training",
@@ -67,6 +66,8 @@ ALSO_CALLED = {
     "optimizers.md": {
         "Schedules by step": "learning-rate schedule, batch-size warm-up, curriculum",
         "A moving average of the weights": "EMA, exponential moving average",
+        "µP: learning rates that hold at every width": "muP, maximal update, transfer",
+        "Sweeps": "hyperparameter search, grid search, learning-rate sweep",
     },
     "parallelism.md": {
         "data, expert and sequence: FSDP": "data parallelism, DDP, ZeRO, fully sharded",
@@ -78,7 +79,6 @@ ALSO_CALLED = {
     "precision.md": {"Precision": "mixed precision, AMP, bf16, fp16, fp8, loss scaling"},
     "python_api.md": {"Functions": "jax.grad, custom training loop, pure functions"},
     "reliability.md": {"Loss spikes": "divergence, NaN, instability, skip updates"},
-    "sweeps.md": {"Sweeps": "hyperparameter search, grid search, learning-rate sweep"},
     "troubleshooting.md": {
         "Out of memory": "OOM, CUDA out of memory, RESOURCE_EXHAUSTED",
         "It hangs": "NCCL timeout, deadlock, stuck",
