@@ -76,7 +76,7 @@ ALSO_CALLED = {
         "pipeline": "pipeline parallelism, PP, 1F1B, GPipe",
         "Rematerialization": "activation checkpointing, gradient checkpointing, recomputation",
     },
-    "precision.md": {"Precision": "mixed precision, AMP, bf16, fp16, fp8, loss scaling"},
+    "precision.md": {"Mixed precision": "precision, AMP, autocast, bf16, fp16, fp8, loss scaling"},
     "python_api.md": {"Functions": "jax.grad, custom training loop, pure functions"},
     "reliability.md": {"Loss spikes": "divergence, NaN, instability, skip updates"},
     "troubleshooting.md": {
