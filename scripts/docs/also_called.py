@@ -66,7 +66,7 @@ ALSO_CALLED = {
     "optimizers.md": {
         "Schedules by step": "learning-rate schedule, batch-size warm-up, curriculum",
         "A moving average of the weights": "EMA, exponential moving average",
-        "muP: learning rates that hold at every width": "µP, maximal update parametrization",
+        "µP: learning rates that hold at every width": "muP, maximal update parametrization",
         "Sweeps": "hyperparameter search, grid search, learning-rate sweep",
     },
     "parallelism.md": {
