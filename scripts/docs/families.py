@@ -60,7 +60,7 @@ ROWS: dict[str, tuple[str, str, str]] = {
     "gemma4_text": (
         "Gemma 4 (text, dense)",
         "gemma_4/31b",
-        "[layers of two shapes of attention](#global-attention-with-heads-of-its-own), in "
+        "[layers of two shapes of attention](#local-and-global-attention-gemma-4), in "
         "both forms of their keys. E2B and E4B (`hidden_size_per_layer_input`, "
         "`num_kv_shared_layers`) and experts (26B-A4B) are refused",
     ),
