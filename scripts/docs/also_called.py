@@ -4,6 +4,14 @@ The site shows them under the heading ("Also called: ..."), so its search finds 
 """
 
 ALSO_CALLED = {
+    "architectures.md": {
+        "Families": "supported models, model zoo, Llama, Qwen, DeepSeek, Gemma, Mistral, GPT",
+        "Experts": "mixture of experts, MoE, expert parallelism, EP, router, top-k",
+        "Hybrid models": "linear attention, state-space models, SSM, Mamba, recurrent layers",
+        "Latent attention": "MLA, multi-head latent attention, KV compression",
+        "Multi-token prediction": "MTP, draft model, speculative decoding",
+        "Longer contexts": "long context, RoPE scaling, YaRN, context extension",
+    },
     "checkpoints.md": {
         "Checkpoints": "save and load, resume training, restart",
         "The best checkpoint": "early stopping, keep the best model",
@@ -16,7 +24,6 @@ ALSO_CALLED = {
     },
     "convert.md": {
         "Hugging Face conversion": "transformers, safetensors, import, export, vLLM, serving",
-        "Fine-tuning": "finetune, continued pre-training, SFT, supervised fine-tuning",
     },
     "data.md": {
         "Preparing text": "custom dataset, own data, tiktoken, Shakespeare, one text file",
@@ -25,9 +32,7 @@ ALSO_CALLED = {
         "Evaluation sets": "validation set, held-out data",
         "Chat data": "instruction tuning, conversations, chat template, SFT data",
     },
-    "distillation.md": {"Distillation": "knowledge distillation, teacher and student, KD"},
     "doctor.md": {"Checking a machine: jaxpar.doctor": "NCCL test, health check, burn-in"},
-    "experts.md": {"Experts": "mixture of experts, MoE, expert parallelism, EP, router, top-k"},
     "extend/components.md": {"Components": "custom layer, custom attention, own model"},
     "extend/losses.md": {
         "Losses": "custom loss, loss function, objective",
@@ -37,12 +42,17 @@ ALSO_CALLED = {
         "Update rules and schedules": "custom optimizer, learning-rate scheduler"
     },
     "extend/runs.md": {"Batches, sinks and callbacks": "custom data loader, Trainer hooks"},
+    "fine_tuning.md": {
+        "Fine-tuning": "finetune, post-training, continued pre-training",
+        "Supervised fine-tuning": "SFT, instruction tuning, full fine-tuning",
+        "LoRA": "PEFT, adapters, low-rank adaptation, rsLoRA",
+        "Preference tuning": "DPO, RLHF, alignment, preference pairs",
+        "Distillation": "knowledge distillation, teacher and student, KD",
+    },
     "generation.md": {
         "Generating text": "inference, sampling, decoding, temperature, top-p",
         "Evaluating on tasks": "lm-evaluation-harness, lm_eval, HellaSwag, MMLU, benchmarks",
     },
-    "long_context.md": {"Longer contexts": "long context, RoPE scaling, YaRN, context extension"},
-    "lora.md": {"LoRA": "PEFT, adapters, low-rank adaptation, fine-tuning"},
     "memory.md": {
         "Out of memory: when a run does not fit": "OOM, CUDA out of memory, RESOURCE_EXHAUSTED",
         "What to try, in order": "activation checkpointing, gradient accumulation, 8-bit Adam",
@@ -52,7 +62,6 @@ ALSO_CALLED = {
         "Sinks": "W&B, Weights & Biases, TensorBoard, MLflow, Prometheus, logging",
         "The report": "loss curve, dashboard, plots",
     },
-    "mup.md": {"µP: learning rates that hold at every width": "muP, maximal update, transfer"},
     "numerics.md": {
         "Clipping": "gradient clipping, clip_grad_norm, max norm",
         "Determinism": "reproducibility, seeds, deterministic training",
@@ -61,6 +70,8 @@ ALSO_CALLED = {
     "optimizers.md": {
         "Schedules by step": "learning-rate schedule, batch-size warm-up, curriculum",
         "A moving average of the weights": "EMA, exponential moving average",
+        "µP: learning rates that hold at every width": "muP, maximal update parametrization",
+        "Sweeps": "hyperparameter search, grid search, learning-rate sweep",
     },
     "parallelism.md": {
         "data, expert and sequence: FSDP": "data parallelism, DDP, ZeRO, fully sharded",
@@ -74,14 +85,12 @@ ALSO_CALLED = {
         "Mixture of experts": "MoE, expert parallelism, EP",
         "Goodput under failures": "checkpoint interval, MTBF",
     },
-    "precision.md": {"Precision": "mixed precision, AMP, bf16, fp16, fp8, loss scaling"},
-    "preference_tuning.md": {"Preference tuning": "DPO, RLHF, alignment, preference pairs"},
+    "precision.md": {"Mixed precision": "precision, AMP, autocast, bf16, fp16, fp8, loss scaling"},
     "python_api.md": {"Functions": "jax.grad, custom training loop, pure functions"},
     "reliability.md": {
         "Loss spikes": "divergence, NaN, instability, skip updates",
         "Object stores": "S3, GCS, MinIO, cloud storage, bucket",
     },
-    "sweeps.md": {"Sweeps": "hyperparameter search, grid search, learning-rate sweep"},
     "troubleshooting.md": {
         "Out of memory": "OOM, CUDA out of memory, RESOURCE_EXHAUSTED",
         "It hangs": "NCCL timeout, deadlock, stuck",

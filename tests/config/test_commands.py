@@ -42,9 +42,9 @@ def test_every_program_is_a_command_and_is_listed(capsys):
 
 
 def test_help_shows_a_page(capsys):
-    for name in ("lora", "docs/lora.md"):
+    for name in ("fine_tuning", "docs/fine_tuning.md"):
         assert command.main(["--help", name]) == 0
-        assert capsys.readouterr().out.startswith("# LoRA\n")
+        assert capsys.readouterr().out.startswith("# Fine-tuning\n")
     with pytest.raises(ConfigError, match=r"Fix: use jaxpar --help checkpoints\.$|use python"):
         command.main(["--help", "chekpoints"])
 

@@ -388,8 +388,8 @@ def test_weights_of_experts_are_summed_in_a_pass_of_their_own():
 
 
 def test_the_whole_model_on_8_gpus_is_as_on_its_page():
-    """Step and rate of the three columns in docs/experts.md, "Cost"."""
-    page = (Path(__file__).parents[2] / "docs" / "experts.md").read_text("utf-8")
+    """Step and rate of the three columns in docs/architectures.md, "Cost of experts"."""
+    page = (Path(__file__).parents[2] / "docs" / "architectures.md").read_text("utf-8")
     layouts = {"expert": 4, "data": 2}, {"expert": 8}, {"remat": "dots_offload"}
     times = [
         step_time(on(8, **{"zero": 1, "remat": "none", "expert_slack": 1.25} | fields), cluster(8))
