@@ -66,15 +66,15 @@ class Comparing:
         """Train a mesh, and return what it did and the results."""
         cfg, tolerance = small_config.with_clipping(cfg, self.norm), self.subject.tolerance
         devices = self.subject.devices
-        on_cpu = devices[0].platform == "cpu"
         mesh = make_mesh(cfg.parallel, devices[: math.prod(axis_sizes(cfg.parallel))])
-        options = traces.QUICK_COMPILE if on_cpu else None
+        options = traces.compile_options(devices)
         found = traces.mesh_trace(cfg, mesh, self.batches, steps, options, everything=True)
         self.of_first = self.of_first or found.metrics
         wanted = self._with_metrics(found, cfg)
         compared = distances.compare(found, wanted, tolerance, self.zero, wanted.rounding)
+        same_bits = devices[0].platform == "cpu"
         further = distances.further_results(
-            MESHES, name, found, wanted, tolerance, self.zero, same_bits=on_cpu
+            MESHES, name, found, wanted, tolerance, self.zero, same_bits=same_bits
         )
         return found, [*compared.results(MESHES, name, steps), *further]
 

@@ -155,7 +155,7 @@ def measure(cfg: Config, mesh: Mesh, steps: int, seeds: int) -> ActivationSizes:
     placed = traces.shard_batch(batch, cfg, mesh)
     train: Any = make_train_step(cfg, mesh, None)
     state = init_state(cfg, mesh)
-    options = traces.QUICK_COMPILE if mesh.devices.flat[0].platform == "cpu" else None
+    options = traces.compile_options(list(mesh.devices.flat))
     step = train.lower(state, placed).compile(compiler_options=options)
     forward = jax.jit(functools.partial(activations, cfg=cfg))
     mean = lambda found: {kind: float(jnp.mean(jnp.abs(a))) for kind, a in found.items()}  # noqa: E731

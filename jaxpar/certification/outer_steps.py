@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxpar.certification import distances, traces
 from jaxpar.certification.results import Result, Subject
-from jaxpar.certification.traces import Arrays
-from jaxpar.certification.updates import ONE, compile_options, first_mesh, mesh_of, on
+from jaxpar.certification.traces import Arrays, compile_options
+from jaxpar.certification.updates import ONE, first_mesh, mesh_of, on
 from jaxpar.config import Config, ConfigError, present, replace
 from jaxpar.sharding.batch import Batch
 from jaxpar.step.diloco.outer import OuterSteps, make_exchange

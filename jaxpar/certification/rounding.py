@@ -23,12 +23,11 @@ from jax import lax
 from jaxpar.certification import distances, independent, traces
 from jaxpar.certification.meshes import num_devices
 from jaxpar.certification.results import Result, Subject
-from jaxpar.certification.traces import Arrays
+from jaxpar.certification.traces import Arrays, compile_options
 from jaxpar.certification.updates import (
     DECAY,
     LATE,
     ONE,
-    compile_options,
     first_mesh,
     kinds_of,
     mesh_of,
@@ -211,7 +210,7 @@ def _trace(cfg: Config, subject: Subject, *, uneven: bool = False, exactly: bool
     """Return gradients. Args:     exactly: round wherever the program does."""
     mesh, options = mesh_of(cfg, subject.devices), compile_options(subject.devices)
     if exactly:
-        options = (options or {}) | {"xla_allow_excess_precision": False}
+        options = options | {"xla_allow_excess_precision": False}
     batch, changed = [traces.random_batch(cfg)], _uneven if uneven else None
     return traces.mesh_trace(cfg, mesh, batch, 0, options, changed=changed).gradients
 

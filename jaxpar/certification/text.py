@@ -13,7 +13,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxpar.certification import traces
 from jaxpar.certification.results import Result, Subject
-from jaxpar.certification.updates import compile_options
+from jaxpar.certification.traces import compile_options
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.validate import resolve
 from jaxpar.inference import generation, speculative

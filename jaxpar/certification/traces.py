@@ -60,6 +60,15 @@ type Arrays = dict[str, np.ndarray]
 #: Compiler options for simulated devices, where LLVM's optimizations take most of the time.
 QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
+#: On GPUs, it is the tuning of matmuls that takes long.
+QUICK_ON_GPU = {"xla_gpu_autotune_level": 0}
+
+
+def compile_options(devices: Sequence[jax.Device]) -> dict[str, Any]:
+    """Return the compiler options for programs that run a few times."""
+    return QUICK_COMPILE if devices[0].platform == "cpu" else QUICK_ON_GPU
+
+
 #: `jax.jit` for the plain model, which runs on a CPU.
 quick_jit = functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
 

@@ -20,7 +20,7 @@ from jaxpar.certification import distances, independent
 from jaxpar.certification.independent import WeightKind
 from jaxpar.certification.meshes import num_devices, parse_meshes, resolve_meshes, without_mesh
 from jaxpar.certification.results import Result, Subject
-from jaxpar.certification.traces import QUICK_COMPILE, Arrays, initial_params, to_host
+from jaxpar.certification.traces import Arrays, compile_options, initial_params, to_host
 from jaxpar.components.weight import Weight
 from jaxpar.config import Config, ConfigError, present, replace, value_of
 from jaxpar.config.lists import weight_schedules
@@ -72,11 +72,6 @@ def on_one_device(asked: Config) -> Config:
 def mesh_of(cfg: Config, devices: Sequence[jax.Device]) -> Mesh:
     """Return the mesh of a resolved config on the first of the devices."""
     return make_mesh(cfg.parallel, devices[: num_devices(cfg.parallel)])
-
-
-def compile_options(devices: Sequence[jax.Device]) -> dict[str, Any] | None:
-    """Return the compiler options for programs that run a few times."""
-    return QUICK_COMPILE if devices[0].platform == "cpu" else None
 
 
 # ------------------------------------------------------------------------------ kinds of weights
