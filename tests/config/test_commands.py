@@ -42,9 +42,12 @@ def test_every_program_is_a_command_and_is_listed(capsys):
 
 
 def test_help_shows_a_page(capsys):
-    for name in ("lora", "docs/lora.md"):
+    for name in ("python-api", "docs/python_api.md"):
         assert command.main(["--help", name]) == 0
-        assert capsys.readouterr().out.startswith("# LoRA\n")
+        assert capsys.readouterr().out.startswith("# Python API")
+    for name, has in (("configuration", "|`run.dir`|"), ("combinations", "|`lora`|")):
+        assert command.main(["--help", name]) == 0
+        assert has in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"Fix: use jaxpar --help checkpoints\.$|use python"):
         command.main(["--help", "chekpoints"])
 
