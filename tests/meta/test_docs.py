@@ -32,7 +32,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 #: Pages whose commands must work today; those of the experiments and CHANGELOG.md are history.
 CONFIGURATION = ROOT / "jaxpar" / "config" / "configuration.md"
-PAGES = [ROOT / "README.md", CONFIGURATION, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    CONFIGURATION,
+    *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name != "experiments.md"),
+]
 
 EXCERPT = re.compile(r"<!-- excerpt: (\S+) (\S+) -->\n```python\n(.*?)```", re.DOTALL)
 COMMAND = re.compile(r"python -m jaxpar\.(\S*.*)|^(?:python -m )?jaxpar ([a-z].*)")
