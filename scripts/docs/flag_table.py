@@ -1,7 +1,7 @@
 """Makes the table of XLA flags: python scripts/docs/flag_table.py [--write]
 
 The flags are those of `jaxpar/execution/xla_flag_table.py`. Without options, prints the table.
---write writes it between the markers of docs/benchmarking.md.
+--write writes it between the markers of docs/profiling.md.
 """
 
 import sys
@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT))
 
 from jaxpar.execution.xla_flag_table import FLAGS, Flag  # noqa: E402
 
-PAGE = ROOT / "docs" / "benchmarking.md"
+PAGE = ROOT / "docs" / "profiling.md"
 BEGIN, END = "<!-- flag table -->\n", "<!-- /flag table -->"
 
 
