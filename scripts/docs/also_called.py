@@ -26,7 +26,6 @@ ALSO_CALLED = {
         "Chat data": "instruction tuning, conversations, chat template, SFT data",
     },
     "distillation.md": {"Distillation": "knowledge distillation, teacher and student, KD"},
-    "doctor.md": {"Checking a machine: jaxpar.doctor": "NCCL test, health check, burn-in"},
     "experts.md": {"Experts": "mixture of experts, MoE, expert parallelism, EP, router, top-k"},
     "extend/components.md": {"Components": "custom layer, custom attention, own model"},
     "extend/losses.md": {
@@ -37,6 +36,13 @@ ALSO_CALLED = {
         "Update rules and schedules": "custom optimizer, learning-rate scheduler"
     },
     "extend/runs.md": {"Batches, sinks and callbacks": "custom data loader, Trainer hooks"},
+    "first_run.md": {
+        "Install": "pip install, setup, requirements",
+        "NVIDIA GPUs": "CUDA, driver, cuDNN, H100",
+        "Containers": "Docker, image",
+        "Without a network": "offline, air-gapped",
+        "Resume, on other devices": "restart, continue training, change the number of GPUs",
+    },
     "generation.md": {
         "Generating text": "inference, sampling, decoding, temperature, top-p",
         "Evaluating on tasks": "lm-evaluation-harness, lm_eval, HellaSwag, MMLU, benchmarks",
@@ -44,7 +50,11 @@ ALSO_CALLED = {
     "long_context.md": {"Longer contexts": "long context, RoPE scaling, YaRN, context extension"},
     "lora.md": {"LoRA": "PEFT, adapters, low-rank adaptation, fine-tuning"},
     "memory.md": {"Memory": "OOM, out of memory, CPU offload, does not fit"},
+    "glossary.md": {"Shape letters": "notation, symbols, BTHD"},
     "monitoring.md": {
+        "Early stopping": "patience, overfitting, best model",
+        "A list of runs": "compare runs, experiment tracking, leaderboard",
+        "Metrics by layer": "gradient norms, activations, per-layer statistics",
         "Sinks": "W&B, Weights & Biases, TensorBoard, MLflow, Prometheus, logging",
         "The report": "loss curve, dashboard, plots",
     },
@@ -67,10 +77,24 @@ ALSO_CALLED = {
     },
     "precision.md": {"Precision": "mixed precision, AMP, bf16, fp16, fp8, loss scaling"},
     "preference_tuning.md": {"Preference tuning": "DPO, RLHF, alignment, preference pairs"},
-    "python_api.md": {"Functions": "jax.grad, custom training loop, pure functions"},
+    "profiling.md": {
+        "Taking a profile": "tracing, profiler, slow training",
+        "Perfetto and XProf": "TensorBoard profiler, timeline",
+        "One kernel in depth": "Nsight Compute, ncu, roofline",
+        "Benchmarks": "throughput, tokens per second, MFU",
+        "XLA flags": "XLA_FLAGS, latency-hiding scheduler, NCCL",
+    },
+    "python_api.md": {
+        "Callbacks": "Trainer hooks, early stopping, custom logging",
+        "Functions": "jax.grad, custom training loop, pure functions",
+        "Notebooks": "Jupyter, tutorials, examples",
+    },
     "reliability.md": {"Loss spikes": "divergence, NaN, instability, skip updates"},
     "sweeps.md": {"Sweeps": "hyperparameter search, grid search, learning-rate sweep"},
     "troubleshooting.md": {
+        "Checking a machine: jaxpar.doctor": "NCCL test, health check, burn-in",
+        "It is slow": "low MFU, low GPU utilization, slow data loading",
+        "Non-finite losses and spikes": "NaN loss, inf gradient, divergence",
         "Out of memory": "OOM, CUDA out of memory, RESOURCE_EXHAUSTED",
         "It hangs": "NCCL timeout, deadlock, stuck",
     },

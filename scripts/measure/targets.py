@@ -1,4 +1,4 @@
-"""Measure the targets of docs/benchmarks/README.md here: python scripts/measure/targets.py [ROW ...]
+"""Measure the targets of docs/benchmarks/README.md: python scripts/measure/targets.py [ROW ...]
 
 Each row is a run of `python -m jaxpar.profile --bench`. With --torchtitan PYTHON, the interpreter
 of an environment with torchtitan, scripts/measure/torchtitan_run.py runs after it. With --beside
