@@ -50,6 +50,15 @@ def test_every_page_is_named_in_the_readme():
             assert f"]({page.name})" in folder.read_text("utf-8"), page
 
 
+def test_pages_are_few_and_short():
+    """Recipes and docs/extend aside: 25 pages of docs/; 80,000 words with those at the root."""
+    docs = ROOT / "docs"
+    pages = [p for p in docs.rglob("*.md") if p.parent not in (docs / "recipes", docs / "extend")]
+    assert len(pages) <= 25
+    texts = [p.read_text("utf-8") for p in [*pages, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]]
+    assert sum(len(text.split()) for text in texts) <= 80_000
+
+
 # -------------------------------------------------------------------------------------- plans
 
 
