@@ -4,6 +4,7 @@ CONTRIBUTING.md, CHANGELOG.md, the tables of the config and the notebooks become
 them are adjusted. Links to other files outside docs/, such as source files, become plain text.
 """
 
+import itertools
 import os
 import re
 import sys
@@ -44,7 +45,7 @@ def with_links(text: str, page: str) -> str:
         name = file.relative_to(ROOT).as_posix()
         if name in PAGES:
             target = PAGES[name][0]
-        elif name.startswith("docs/") and file.is_file():
+        elif name.startswith("docs/"):
             target = re.sub(r"\.ipynb$", ".md", name.removeprefix("docs/"))
         else:
             return words
@@ -91,3 +92,22 @@ def with_names(text: str, page: str) -> str:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Adjust a page's links and add other names; called by MkDocs after reading it."""
     return with_names(with_links(markdown, page.file.src_uri), page.file.src_uri)
+
+
+def with_columns(table: re.Match) -> str:
+    """Let code in a table break after a mark; say how wide it is, and of which column a cell is.
+
+    site.css makes wide tables smaller, and stacks the cells of a row on a narrow screen.
+    """
+    marks = lambda code: re.sub(r"([._/=,:])(?=[^\s<])", r"\1<wbr>", code[0])  # noqa: E731
+    text = re.sub(r"(?<=<code>)[^<]+(?=</code>)", marks, table[0])
+    heads = [re.sub(r"<[^>]+>", "", head) for head in re.findall(r"<th\b[^>]*>(.*?)</th>", text)]
+    size = "narrow" if len(heads) < 3 else "medium" if len(heads) < 7 else "wide"
+    columns = itertools.cycle(head.replace('"', "&quot;") for head in heads)
+    text = re.sub("<td", lambda cell: f'{cell[0]} data-column="{next(columns)}"', text)
+    return text.replace("<table", f'<table data-size="{size}"', 1)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Prepare tables for all widths; called by MkDocs after indexing a page."""
+    return re.sub(r"<table>\n<thead>.*?</table>", with_columns, output, flags=re.DOTALL)
