@@ -34,7 +34,8 @@ def table() -> str:
         name = flag.name.removeprefix("xla_gpu_")
         why = (where(flag), flag.gain)
         cells = ("as above", "as above") if why == before else why
-        lines.append(f"| `{name}` | `{flag.value}` | {', '.join(flag.gpus)} | {' | '.join(cells)} |")
+        row = (f"`{name}`", f"`{flag.value}`", ", ".join(flag.gpus), *cells)
+        lines.append(f"| {' | '.join(row)} |")
         before = why
     return "\n".join(lines) + "\n"
 
