@@ -18,6 +18,8 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT)]  # MkDocs runs this file by its path
 
+import benchmark_table  # noqa: E402
+import flag_table  # noqa: E402
 from also_called import ALSO_CALLED  # noqa: E402
 from notebook_pages import page_of  # noqa: E402
 
@@ -31,6 +33,12 @@ PAGES: dict[str, tuple[str, Callable[[], str]]] = {
     "jaxpar/config/incompatible.py": ("combinations.md", reference.combinations),
 }
 SOURCES = {page: file for file, (page, _) in PAGES.items()}
+
+#: Tables of pages that only the site has, in place of a mark.
+TABLES = {
+    "benchmarks/README.md": ("<!-- cards -->\n", benchmark_table.table),
+    "profiling.md": ("<!-- flag table -->\n", flag_table.table),
+}
 
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]`]|`[^`]*`)+)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
@@ -89,9 +97,16 @@ def with_names(text: str, page: str) -> str:
     return text
 
 
+def with_table(text: str, page: str) -> str:
+    """Put a table in place of a page's mark."""
+    mark, table = TABLES.get(page, ("", str))
+    return text.replace(mark, table()) if mark else text
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Adjust a page's links and add other names; called by MkDocs after reading it."""
-    return with_names(with_links(markdown, page.file.src_uri), page.file.src_uri)
+    """Add tables and other names, and adjust links; called by MkDocs after reading a page."""
+    name = page.file.src_uri
+    return with_names(with_links(with_table(markdown, name), name), name)
 
 
 def with_columns(table: re.Match) -> str:

@@ -165,7 +165,6 @@ def script_of(name: str):
     ("name", "page"),
     [
         ("code_map", "code.md"),
-        ("flag_table", "profiling.md"),
         ("network_table", "clusters.md"),
     ],
 )

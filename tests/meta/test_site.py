@@ -12,6 +12,7 @@ import pytest
 from playwright.sync_api import expect
 
 from jaxpar.config import reference
+from jaxpar.execution.xla_flag_table import FLAGS
 from tests.meta.test_repository import links_of, text_of_pages
 from tests.slow import slow
 
@@ -45,6 +46,14 @@ def test_every_page_is_there_and_found_by_search(site):
     assert {str(page) for page in pages} <= found
     assert any("zigzag" in entry["text"].lower() for entry in index)
     assert any("train.num_steps" in entry["text"] for entry in index)
+
+
+def test_tables_that_only_the_site_has_are_complete(site):
+    flags = (site / "profiling.html").read_text("utf-8").replace("<wbr>", "")
+    assert [f.name for f in FLAGS if f.name.removeprefix("xla_gpu_") not in flags] == []
+    cards = (site / "benchmarks" / "index.html").read_text("utf-8")
+    names = [path.name for path in (ROOT / "docs" / "benchmarks").glob("*-h?00x*.json")]
+    assert len(names) > 50 and [name for name in names if f'href="{name}"' not in cards] == []
 
 
 def test_notebooks_are_pages_with_their_pictures(site):
