@@ -42,7 +42,7 @@ def from_the_top(packages: dict[str, tuple[str, ...]]) -> list[str]:
 
 
 def row(folder: Path) -> str:
-    """The row of a package, or of a folder in one."""
+    """The row of a package."""
     name = folder.relative_to(PACKAGE).as_posix()
     return f"| [`{name}/`](../jaxpar/{name}) | {sentence(folder)} |\n"
 
@@ -55,8 +55,7 @@ def table() -> str:
         for folder in folders
         if (allowed := may_import(folder)) is not None
     }
-    tops = [PACKAGE.joinpath(*name.split(".")) for name in from_the_top(packages)]
-    rows = (row(folder) for top in tops for folder in folders if top in (folder, folder.parent))
+    rows = (row(PACKAGE.joinpath(*name.split("."))) for name in from_the_top(packages))
     return "| package | what it is for |\n|---|---|\n" + "".join(rows)
 
 
