@@ -21,7 +21,8 @@ def show(name: str, called: str) -> None:
     """
     from jaxpar.config.reference import PAGES  # imports every rule: other help does not wait
 
-    written = {str(page.relative_to(DOCS).with_suffix("")): page for page in DOCS.rglob("*.md")}
+    pages = sorted(DOCS.rglob("*.md"))
+    written = {str(page.relative_to(DOCS).with_suffix("")): page for page in pages}
     known = sorted([*written, *PAGES])
     wanted = name.removeprefix("docs/").removesuffix(".md").replace("-", "_")
     if wanted not in known:
