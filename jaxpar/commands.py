@@ -64,7 +64,7 @@ def help_text(called: str) -> str:
         lines = [f"  {name:<12}{line}\n" for name, line in commands.items()]
         text += f"{title}:\n{''.join(lines)}\n"
     text += f"{called} COMMAND --help shows the options of a command,\n"
-    return f"{text}{called} --help PAGE a page of the documentation, such as data or index."
+    return f"{text}{called} --help PAGE a page of the documentation, such as data or configuration."
 
 
 def unknown_command(name: str, called: str) -> ConfigError:

@@ -1,7 +1,7 @@
 """What cannot be combined, and why: one table, which `validate.py` checks.
 
-docs/combinations.md is made of it. A row whose conditions both hold is one error, which names the
-first, and fixes that end either.
+`jaxpar --help combinations` shows it (`reference.py`). A row whose conditions both hold is one
+error, which names the first, and fixes that end either.
 """
 
 import functools

@@ -10,24 +10,26 @@ from jaxpar.config.errors import ConfigError
 DOCS = place_of("docs")
 
 
-def names() -> list[str]:
-    """Return the names of all pages, such as `checkpoints` and `extend/losses`."""
-    return sorted(page.relative_to(DOCS).with_suffix("").as_posix() for page in DOCS.rglob("*.md"))
-
-
 def show(name: str, called: str) -> None:
     """Print a page, laid out if the output is a terminal.
 
-    Args:     name: with or without `docs/` and `.md`. called: the program, for errors.
+    Args:
+        name:    with or without `docs/` and `.md`.
+        called:  the program, for errors.
+
     Raises:   ConfigError for an unknown page.
     """
-    known = names()
+    from jaxpar.config.reference import PAGES  # imports every rule: other help does not wait
+
+    pages = sorted(DOCS.rglob("*.md"))
+    written = {str(page.relative_to(DOCS).with_suffix("")): page for page in pages}
+    known = sorted([*written, *PAGES])
     wanted = name.removeprefix("docs/").removesuffix(".md").replace("-", "_")
     if wanted not in known:
         near = difflib.get_close_matches(wanted, known, n=3)
         fix = f"use {called} --help {near[0]}" if near else f"use one of {', '.join(known)}"
         raise ConfigError("PAGE", name, "is not a page of the documentation", fix)
-    text = (DOCS / f"{wanted}.md").read_text("utf-8")
+    text = PAGES[wanted]() if wanted in PAGES else written[wanted].read_text("utf-8")
     if not sys.stdout.isatty():
         print(text, end="")
         return

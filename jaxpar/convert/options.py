@@ -121,7 +121,7 @@ class ToTorch(Checking, _OfRun):
     dtype: Dtype | None = None
     """Dtype of the weights. None: that of the imported model, or the run's compute dtype."""
     code: tuple[str, ...] = ()
-    """Files with the classes of a model's own components (docs/extending.md)."""
+    """Files with the classes of a model's own components (docs/extend/components.md)."""
 
 
 type Options = FromHf | FromPeft | FromMegatron | ToHf | ToPeft | ToTorch

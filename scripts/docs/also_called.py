@@ -32,16 +32,19 @@ ALSO_CALLED = {
         "Evaluation sets": "validation set, held-out data",
         "Chat data": "instruction tuning, conversations, chat template, SFT data",
     },
-    "doctor.md": {"Checking a machine: jaxpar.doctor": "NCCL test, health check, burn-in"},
-    "extend/components.md": {"Components": "custom layer, custom attention, own model"},
+    "extend/components.md": {
+        "Components": "custom layer, custom attention, own model",
+    },
     "extend/losses.md": {
         "Losses": "custom loss, loss function, objective",
         "Probes": "hooks, activations, custom metric, logging",
     },
     "extend/optimizers.md": {
-        "Update rules and schedules": "custom optimizer, learning-rate scheduler"
+        "Update rules and schedules": "custom optimizer, learning-rate scheduler",
     },
-    "extend/runs.md": {"Batches, sinks and callbacks": "custom data loader, Trainer hooks"},
+    "extend/runs.md": {
+        "Batches, sinks and callbacks": "custom data loader, Trainer hooks",
+    },
     "fine_tuning.md": {
         "Fine-tuning": "finetune, post-training, continued pre-training",
         "Supervised fine-tuning": "SFT, instruction tuning, full fine-tuning",
@@ -49,9 +52,19 @@ ALSO_CALLED = {
         "Preference tuning": "DPO, RLHF, alignment, preference pairs",
         "Distillation": "knowledge distillation, teacher and student, KD",
     },
+    "first_run.md": {
+        "Install": "pip install, setup, requirements",
+        "NVIDIA GPUs": "CUDA, driver, cuDNN, H100",
+        "Containers": "Docker, image",
+        "Without a network": "offline, air-gapped",
+        "Resume, on other devices": "restart, continue training, change the number of GPUs",
+    },
     "generation.md": {
         "Generating text": "inference, sampling, decoding, temperature, top-p",
         "Evaluating on tasks": "lm-evaluation-harness, lm_eval, HellaSwag, MMLU, benchmarks",
+    },
+    "glossary.md": {
+        "Shape letters": "notation, symbols, BTHD",
     },
     "memory.md": {
         "Out of memory: when a run does not fit": "OOM, CUDA out of memory, RESOURCE_EXHAUSTED",
@@ -59,6 +72,9 @@ ALSO_CALLED = {
         "Optimizer state in host memory": "CPU offload, ZeRO-Infinity, ZeRO-Offload",
     },
     "monitoring.md": {
+        "Early stopping": "patience, overfitting, best model",
+        "A list of runs": "compare runs, experiment tracking, leaderboard",
+        "Metrics by layer": "gradient norms, activations, per-layer statistics",
         "Sinks": "W&B, Weights & Biases, TensorBoard, MLflow, Prometheus, logging",
         "The report": "loss curve, dashboard, plots",
     },
@@ -85,13 +101,29 @@ ALSO_CALLED = {
         "Mixture of experts": "MoE, expert parallelism, EP",
         "Goodput under failures": "checkpoint interval, MTBF",
     },
-    "precision.md": {"Mixed precision": "precision, AMP, autocast, bf16, fp16, fp8, loss scaling"},
-    "python_api.md": {"Functions": "jax.grad, custom training loop, pure functions"},
+    "precision.md": {
+        "Mixed precision": "precision, AMP, autocast, bf16, fp16, fp8, loss scaling",
+    },
+    "profiling.md": {
+        "Taking a profile": "tracing, profiler, slow training",
+        "Perfetto and XProf": "TensorBoard profiler, timeline",
+        "One kernel in depth": "Nsight Compute, ncu, roofline",
+        "Benchmarks": "throughput, tokens per second, MFU",
+        "XLA flags": "XLA_FLAGS, latency-hiding scheduler, NCCL",
+    },
+    "python_api.md": {
+        "Callbacks": "Trainer hooks, early stopping, custom logging",
+        "Functions": "jax.grad, custom training loop, pure functions",
+        "Notebooks": "Jupyter, tutorials, examples",
+    },
     "reliability.md": {
         "Loss spikes": "divergence, NaN, instability, skip updates",
         "Object stores": "S3, GCS, MinIO, cloud storage, bucket",
     },
     "troubleshooting.md": {
+        "Checking a machine: jaxpar.doctor": "NCCL test, health check, burn-in",
+        "It is slow": "low MFU, low GPU utilization, slow data loading",
+        "Non-finite losses and spikes": "NaN loss, inf gradient, divergence",
         "Out of memory": "OOM, CUDA out of memory, RESOURCE_EXHAUSTED",
         "It hangs": "NCCL timeout, deadlock, stuck",
     },

@@ -1,7 +1,8 @@
 """Makes the tables and sentences on benchmarks: python scripts/docs/benchmark_table.py [OPTION]
 
 The figures are from the cards of jaxpar and torchtitan in docs/benchmarks. Without options, prints
-what it makes. --write writes it to the pages of BLOCKS. --check exits with code 1 if one differs.
+what it makes, and the table of other cards, which only the site has. --write writes it to the pages
+of BLOCKS. --check exits with code 1 if one differs.
 """
 
 import json
@@ -15,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CARDS = ROOT / "docs" / "benchmarks"
 
 #: The card of torchtitan to compare with one of ours: measured within an hour, on one host or on
-#: hosts of one kind (docs/experiments/torchtitan.md).
+#: hosts of one kind (docs/experiments.md#comparisons-with-torchtitan).
 BESIDE = {
     "llama_1.5b-h100x1-none-logits16": "torchtitan-1.5b-h100x1",
     "llama_1.5b-h200x1-none-logits16": "torchtitan-1.5b-h200x1",
@@ -52,9 +53,8 @@ FEW = [
 RECURRENT = {"G": "GatedDeltaNet", "K": "KimiDeltaAttention", "M": "Mamba2"}
 
 HEAD = """\
-| model, sequence length | GPUs, mesh | sequences | options | tokens/s/GPU | MFU, causal \
-| GiB | step, ms | commit |
-|---|---|---|---|---|---|---|---|---|
+| model, sequence length | GPUs, mesh | options | tokens/s/GPU | MFU, causal | GiB | step, ms |
+|---|---|---|---|---|---|---|
 """
 
 
@@ -153,25 +153,17 @@ def recurrences(config: dict[str, Any]) -> set[str]:
 
 def row(name: str, card: dict[str, Any]) -> str:
     """Return the row of a card."""
-    c, rate, step = card["config"], card["tokens_per_second_per_device"], card["step_seconds"]
+    rate, step = card["tokens_per_second_per_device"], card["step_seconds"]
     cells = [
         model_of(card),
         mesh_of(card),
-        f"{c['train.global_batch_size']}",
         how(card),
         f"[{rate:,.0f}]({name}.json)",
         f"{card['mfu_causal']:.1%}",
         f"{card['peak_memory_gib']:.1f}",
         f"{1e3 * step['median']:,.0f}",
-        commit_of(card),
     ]
     return f"| {' | '.join(cells)} |"
-
-
-def commit_of(card: dict[str, Any]) -> str:
-    """Return the commit of a card, with "+" for uncommitted changes."""
-    commit = card["commit"]
-    return commit.rstrip("+")[:7] + "+" * commit.endswith("+")
 
 
 def table() -> str:
@@ -213,27 +205,24 @@ def recomputed(theirs: dict[str, Any]) -> str:
 def versus(few: bool = False) -> str:
     """Return the comparison with torchtitan as Markdown. few: the shorter table of the README."""
     folder = "docs/benchmarks/" if few else ""
-    head = ["model, sequence length", "GPUs, mesh"] + (
-        [] if few else ["sequences", "options of jaxpar"]
-    )
+    head = ["model, sequence length", "GPUs, mesh", *([] if few else ["options of jaxpar"])]
     head += ["jaxpar, tokens/s/GPU", "torchtitan", "ratio"]
     head += ["MFU causal, full", "GiB: jaxpar, torchtitan"]
-    head += [] if few else ["torchtitan recomputes", "commit"]
     lines = [head, ["---"] * len(head)]
     for name, card, other, theirs in pairs():
         if few and name not in FEW:
             continue
         rate, peer = (each["tokens_per_second_per_device"] for each in (card, theirs))
         float8 = ", float8" if few and is_float8(card) else ""
-        more = [] if few else [f"{card['config']['train.global_batch_size']}", how(card)]
-        cells = [model_of(card), mesh_of(card, named=few) + float8, *more]
-        cells += [f"[{rate:,.0f}]({folder}{name}.json)", f"[{peer:,.0f}]({folder}{other}.json)"]
+        recomputes = "" if few or recomputed(theirs) == "none" else f", {recomputed(theirs)}"
+        cells = [model_of(card), mesh_of(card, named=few) + float8, *([] if few else [how(card)])]
+        cells += [f"[{rate:,.0f}]({folder}{name}.json)"]
+        cells += [f"[{peer:,.0f}]({folder}{other}.json){recomputes}"]
         cells += [
             f"{rate / peer:.2f}",
             f"{card['mfu_causal']:.1%}, {card['mfu_full_attention']:.1%}",
         ]
-        cells += [f"{card['peak_memory_gib']:.1f}, {theirs['peak_memory_gib']:.1f}"]
-        lines.append(cells + ([] if few else [recomputed(theirs), commit_of(card)]))
+        lines.append([*cells, f"{card['peak_memory_gib']:.1f}, {theirs['peak_memory_gib']:.1f}"])
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
@@ -290,7 +279,6 @@ BLOCKS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/benchmarks/README.md": {
         "picture": lambda: picture("../"),
         "torchtitan": versus,
-        "cards": table,
         "attention": attention,
     },
     "docs/index.md": {"picture": lambda: picture("")},
@@ -327,7 +315,7 @@ def main(argv: list[str]) -> int:
         for page in differ:
             (ROOT / page).write_text(filled(page), "utf-8")
     elif not argv:
-        print("\n".join(make() for blocks in BLOCKS.values() for make in blocks.values()))
+        print("\n".join(make() for blocks in BLOCKS.values() for make in blocks.values()), table())
     for page in differ if argv else []:
         print(f"{page}: {'written' if argv == ['--write'] else 'differs from the cards'}")
     return int(bool(differ) and argv == ["--check"])

@@ -1,7 +1,7 @@
-"""The map of the code, docs/code.md: python scripts/docs/code_map.py [--write]
+"""The map of the code in docs/code.md: python scripts/docs/code_map.py [--write]
 
-Made of the first sentence of each package's docstring, and of its MAY_IMPORT. Printed; with
---write, written to the page.
+Made of the first sentence of each package's docstring, in an order by their MAY_IMPORT. Printed;
+with --write, written between the markers of the page.
 """
 
 import ast
@@ -12,24 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "code.md"
 PACKAGE = ROOT / "jaxpar"
 
-HEAD = """\
-# Map of the code
-
-Written by `python scripts/docs/code_map.py --write`.
-
-A folder of `jaxpar/` or of `jaxpar/tools/` is a package; `MAY_IMPORT` in its `__init__.py` names \
-the packages that it may import, all of them below it in this table. A file of `jaxpar/` is a \
-command, `jaxpar NAME`, and may import every package. The first line of each module says what it \
-does. [The tour](tour.md) follows one training step through them.
-
-| package | what it is for | may import |
-|---|---|---|
-"""
-
-TAIL = """
-[`configs/`](../configs) has configs, [`tests/`](../tests) a folder for each package, and \
-[`scripts/`](../scripts) programs that measure, deploy, and write parts of pages.
-"""
+BEGIN, END = "<!-- packages -->\n", "<!-- /packages -->"
 
 
 def sentence(folder: Path) -> str:
@@ -59,28 +42,26 @@ def from_the_top(packages: dict[str, tuple[str, ...]]) -> list[str]:
 
 
 def row(folder: Path) -> str:
-    """The row of a package, or of a folder in one."""
+    """The row of a package."""
     name = folder.relative_to(PACKAGE).as_posix()
-    packages = may_import(folder)
-    allowed = "" if packages is None else ", ".join(p.rpartition(".")[2] for p in packages) or "–"
-    return f"| [`{name}/`](../jaxpar/{name}) | {sentence(folder)} | {allowed} |\n"
+    return f"| [`{name}/`](../jaxpar/{name}) | {sentence(folder)} |\n"
 
 
-def page() -> str:
-    """The page."""
+def table() -> str:
+    """The table."""
     folders = sorted(file.parent for file in PACKAGE.rglob("*/__init__.py"))
     packages = {
         ".".join(folder.relative_to(PACKAGE).parts): allowed
         for folder in folders
         if (allowed := may_import(folder)) is not None
     }
-    tops = [PACKAGE.joinpath(*name.split(".")) for name in from_the_top(packages)]
-    rows = (row(folder) for top in tops for folder in folders if top in (folder, folder.parent))
-    return HEAD + "".join(rows) + TAIL
+    rows = (row(PACKAGE.joinpath(*name.split("."))) for name in from_the_top(packages))
+    return "| package | what it is for |\n|---|---|\n" + "".join(rows)
 
 
 if __name__ == "__main__":
     if "--write" in sys.argv:
-        PAGE.write_text(page(), "utf-8")
+        before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
+        PAGE.write_text(before + BEGIN + table() + END + rest.partition(END)[2], "utf-8")
     else:
-        print(page(), end="")
+        print(table(), end="")

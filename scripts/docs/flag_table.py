@@ -1,7 +1,6 @@
-"""Makes the table of XLA flags: python scripts/docs/flag_table.py [--write]
+"""Prints the table of XLA flags that docs/profiling.md has on the site.
 
-The flags are those of `jaxpar/execution/xla_flag_table.py`. Without options, prints the table.
---write writes it between the markers of docs/benchmarking.md.
+The flags are those of `jaxpar/execution/xla_flag_table.py`.
 """
 
 import sys
@@ -11,9 +10,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from jaxpar.execution.xla_flag_table import FLAGS, Flag  # noqa: E402
-
-PAGE = ROOT / "docs" / "benchmarking.md"
-BEGIN, END = "<!-- flag table -->\n", "<!-- /flag table -->"
 
 
 def where(flag: Flag) -> str:
@@ -34,21 +30,11 @@ def table() -> str:
         name = flag.name.removeprefix("xla_gpu_")
         why = (where(flag), flag.gain)
         cells = ("as above", "as above") if why == before else why
-        lines.append(f"| `{name}` | {flag.value} | {', '.join(flag.gpus)} | {' | '.join(cells)} |")
+        row = (f"`{name}`", f"`{flag.value}`", ", ".join(flag.gpus), *cells)
+        lines.append(f"| {' | '.join(row)} |")
         before = why
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Print the table or write it to the page."""
-    if sys.argv[1:] not in ([], ["--write"]):
-        sys.exit(__doc__)
-    if not sys.argv[1:]:
-        print(table(), end="")
-        return
-    before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
-    PAGE.write_text(before + BEGIN + table() + END + rest.partition(END)[2], "utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    print(table(), end="")

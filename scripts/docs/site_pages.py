@@ -1,51 +1,63 @@
 """Adds pages to the site, and other names of what pages are about: an MkDocs hook.
 
-CONTRIBUTING.md, CHANGELOG.md and the notebooks become pages, and links to and from them are
-adjusted. Links to files that are not pages, such as source files, become plain text.
+CONTRIBUTING.md, CHANGELOG.md, the tables of the config and the notebooks become pages, and links to
+them are adjusted. Links to other files outside docs/, such as source files, become plain text.
 """
 
+import itertools
+import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-sys.path.insert(0, str(Path(__file__).parent))  # MkDocs runs this file by its path
-
-from also_called import ALSO_CALLED
-from notebook_pages import page_of
-
 ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(Path(__file__).parent), str(ROOT)]  # MkDocs runs this file by its path
 
-#: Files at the root of the repository, and the pages that they become.
-PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+import benchmark_table  # noqa: E402
+import flag_table  # noqa: E402
+from also_called import ALSO_CALLED  # noqa: E402
+from notebook_pages import page_of  # noqa: E402
+
+from jaxpar.config import reference  # noqa: E402
+
+#: Files outside docs/ that are pages of the site, and what they have there.
+PAGES: dict[str, tuple[str, Callable[[], str]]] = {
+    "CONTRIBUTING.md": ("contributing.md", (ROOT / "CONTRIBUTING.md").read_text),
+    "CHANGELOG.md": ("changelog.md", (ROOT / "CHANGELOG.md").read_text),
+    "jaxpar/config/configuration.md": ("configuration.md", reference.configuration),
+    "jaxpar/config/incompatible.py": ("combinations.md", reference.combinations),
+}
+SOURCES = {page: file for file, (page, _) in PAGES.items()}
+
+#: Tables of pages that only the site has, in place of a mark.
+TABLES = {
+    "benchmarks/README.md": ("<!-- cards -->\n", benchmark_table.table),
+    "profiling.md": ("<!-- flag table -->\n", flag_table.table),
+}
 
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]`]|`[^`]*`)+)\]\((?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
 
-def from_root(text: str) -> str:
-    """Adjust the links of a page from the repository's root."""
+def with_links(text: str, page: str) -> str:
+    """Turn links to files of the repository into links to pages of the site, or plain text."""
+    folder = (ROOT / SOURCES.get(page, f"docs/{page}")).parent
 
     def turned(found: re.Match) -> str:
         words, path, anchor = found[1], found[2], found[3] or ""
-        page = PAGES.get(path, path.removeprefix("docs/"))
-        is_page = path in PAGES or (path.startswith("docs/") and (ROOT / path).is_file())
-        return f"[{words}]({page}{anchor})" if is_page else words
-
-    return LINK.sub(turned, text)
-
-
-def to_root(text: str, page: str) -> str:
-    """Adjust the links of a page of docs/ to files outside of it."""
-
-    def turned(found: re.Match) -> str:
-        words, path, anchor = found[1], found[2], found[3] or ""
-        target = ROOT.joinpath("docs", page).parent.joinpath(path).resolve()
-        if target.is_relative_to(ROOT / "docs"):
-            return found[0]
-        return f"[{words}]({PAGES[target.name]}{anchor})" if target.name in PAGES else words
+        file = Path(os.path.normpath(folder / path))
+        name = file.relative_to(ROOT).as_posix()
+        if name in PAGES:
+            target = PAGES[name][0]
+        elif name.startswith("docs/"):
+            target = re.sub(r"\.ipynb$", ".md", name.removeprefix("docs/"))
+        else:
+            return words
+        return f"[{words}]({os.path.relpath(target, Path(page).parent)}{anchor})"
 
     return LINK.sub(turned, text)
 
@@ -57,20 +69,16 @@ def notebooks() -> list[Path]:
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Add the notebooks to the navigation; called by MkDocs after reading mkdocs.yml."""
-    pages: list[str | dict[str, str]] = [f"notebooks/{one.stem}.md" for one in notebooks()]
     assert config.nav is not None
-    for section in config.nav:
-        for entry in next(iter(section.values())):
-            if isinstance(entry, dict) and entry.get("Notebooks") == "notebooks/README.md":
-                entry["Notebooks"] = ["notebooks/README.md", *pages]
+    (section,) = (part["Reference"] for part in config.nav if "Reference" in part)
+    section.append({"Notebooks": [f"notebooks/{one.stem}.md" for one in notebooks()]})
     return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages; called by MkDocs after listing docs/."""
-    for name, page in PAGES.items():
-        text = from_root((ROOT / name).read_text("utf-8"))
-        files.append(File.generated(config, page, content=text))
+    for page, text in PAGES.values():
+        files.append(File.generated(config, page, content=text()))
     for one in notebooks():
         files.append(File.generated(config, f"notebooks/{one.stem}.md", content=page_of(one)))
     return files
@@ -89,7 +97,32 @@ def with_names(text: str, page: str) -> str:
     return text
 
 
+def with_table(text: str, page: str) -> str:
+    """Put a table in place of a page's mark."""
+    mark, table = TABLES.get(page, ("", str))
+    return text.replace(mark, table()) if mark else text
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Adjust a page's links and add other names; called by MkDocs after reading it."""
-    text = re.sub(r"(\]\([^)\s]+)\.ipynb\)", r"\1.md)", markdown)
-    return with_names(to_root(text, page.file.src_uri), page.file.src_uri)
+    """Add tables and other names, and adjust links; called by MkDocs after reading a page."""
+    name = page.file.src_uri
+    return with_names(with_links(with_table(markdown, name), name), name)
+
+
+def with_columns(table: re.Match) -> str:
+    """Let code in a table break after a mark; say how wide it is, and of which column a cell is.
+
+    site.css makes wide tables smaller, and stacks the cells of a row on a narrow screen.
+    """
+    marks = lambda code: re.sub(r"([._/=,:])(?=[^\s<])", r"\1<wbr>", code[0])  # noqa: E731
+    text = re.sub(r"(?<=<code>)[^<]+(?=</code>)", marks, table[0])
+    heads = [re.sub(r"<[^>]+>", "", head) for head in re.findall(r"<th\b[^>]*>(.*?)</th>", text)]
+    size = "narrow" if len(heads) < 3 else "medium" if len(heads) < 7 else "wide"
+    columns = itertools.cycle(head.replace('"', "&quot;") for head in heads)
+    text = re.sub("<td", lambda cell: f'{cell[0]} data-column="{next(columns)}"', text)
+    return text.replace("<table", f'<table data-size="{size}"', 1)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Prepare tables for all widths; called by MkDocs after indexing a page."""
+    return re.sub(r"<table>\n<thead>.*?</table>", with_columns, output, flags=re.DOTALL)

@@ -1,9 +1,9 @@
 """Measures the size of the project: python scripts/measure/size.py [--beside FOLDER] [--tests]
 
 Prints one row a figure: code, modules that a run of the quickstart imports, pages and words of the
-docs, commands, bytes of the published cards. --beside adds a column for another checkout, such as
-`git worktree add ../before a18dd203`. --tests also runs the default tests, alone on this machine,
-and measures their time.
+docs (recipes and docs/extend by themselves), commands, bytes of the published cards. --beside adds
+a column for another checkout, such as `git worktree add ../before a18dd203`. --tests also runs the
+default tests, alone on this machine, and measures their time.
 """
 
 import argparse
@@ -37,9 +37,7 @@ def measured(root: Path, tests: bool) -> dict[str, str]:
     """Return {figure: value} of a checkout."""
     code = [path.read_text("utf-8") for path in (root / "jaxpar").rglob("*.py")]
     of_tests = [path.read_text("utf-8") for path in (root / "tests").rglob("*.py")]
-    pages = [root / "README.md", root / "CONTRIBUTING.md", *(root / "docs").rglob("*.md")]
-    words = {page: len(page.read_text("utf-8").split()) for page in pages}
-    experiments = [page for page in pages if page.parent.name == "experiments"]
+    pages = pages_of(root)
     cards = [
         *(root / "docs/benchmarks").glob("*.json"),
         *(root / "docs/experiments").glob("*.json"),
@@ -52,14 +50,28 @@ def measured(root: Path, tests: bool) -> dict[str, str]:
         "lines of scripts/": lines_of(root / "scripts"),
         "modules that train quickstart imports": imported(root),
         "commands": commands(root),
-        "pages": len(pages),
-        "words of all pages": sum(words.values()),
-        "words of experiments": sum(words[page] for page in experiments),
+        **{f"pages of {part}": len(counts) for part, counts in pages.items()},
+        **{f"words of {part}": sum(counts) for part, counts in pages.items()},
         "bytes of cards": sum(card.stat().st_size for card in cards),
     }
     if tests:
         figures["seconds of the tests"] = seconds_of_tests(root)
     return {name: f"{value:,}" for name, value in figures.items()}
+
+
+def pages_of(root: Path) -> dict[str, list[int]]:
+    """Return {part of the docs: words of each of its pages}."""
+    found: dict[str, list[int]] = {
+        "docs": [],
+        "docs/recipes": [],
+        "docs/extend": [],
+        "the root": [],
+    }
+    for page in [root / "README.md", root / "CONTRIBUTING.md", *(root / "docs").rglob("*.md")]:
+        folder = page.parent.relative_to(root).as_posix()
+        part = "the root" if folder == "." else folder if folder in found else "docs"
+        found[part].append(len(page.read_text("utf-8").split()))
+    return found
 
 
 def statements(text: str) -> int:

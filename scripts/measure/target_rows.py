@@ -1,4 +1,4 @@
-"""The layouts of docs/targets.md, for `targets.py`."""
+"""The layouts of docs/benchmarks/README.md, for `targets.py`."""
 
 from dataclasses import dataclass, replace
 

@@ -1,4 +1,4 @@
-"""Measure the rows of docs/targets.md on this host: python scripts/measure/targets.py [ROW ...]
+"""Measure the targets of docs/benchmarks/README.md: python scripts/measure/targets.py [ROW ...]
 
 Each row is a run of `python -m jaxpar.profile --bench`. With --torchtitan PYTHON, the interpreter
 of an environment with torchtitan, scripts/measure/torchtitan_run.py runs after it. With --beside
@@ -56,7 +56,7 @@ from scripts.measure.target_rows import ROWS, Row  # noqa: E402
 # The planner needs no GPU. This process must not use the memory of the measured GPUs.
 jax.config.update("jax_platforms", "cpu")
 
-PAGE = ROOT / "docs" / "targets.md"
+PAGE = ROOT / "docs" / "benchmarks" / "README.md"
 MARKERS = re.compile(r"(<!-- predictions -->\n).*?(<!-- /predictions -->)", re.DOTALL)
 
 #: The requested cards of a row ("jaxpar", "beside", "torchtitan"); None if the run failed.
@@ -82,7 +82,11 @@ def arguments(words: list[str]) -> argparse.Namespace:
     add("--beside", metavar="FOLDER", help="another checkout of jaxpar, measured before this one")
     add("--timeout", type=int, default=900, help="time limit of a run in seconds (900)")
     add("--list", action="store_true", help="print commands and predictions without running them")
-    add("--write", action="store_true", help="with --list for 8 GPUs: write docs/targets.md")
+    add(
+        "--write",
+        action="store_true",
+        help="with --list for 8 GPUs: write docs/benchmarks/README.md",
+    )
     options = parser.parse_args(words)
     unknown = [name for name in options.rows if name not in ROWS]
     if unknown:

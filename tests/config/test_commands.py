@@ -49,6 +49,14 @@ def test_help_shows_a_page(capsys):
         command.main(["--help", "chekpoints"])
 
 
+@pytest.mark.parametrize(
+    ("name", "row"), [("configuration", "|`run.dir`|"), ("combinations", "|`lora`|")]
+)
+def test_help_shows_a_page_that_is_generated(name, row, capsys):
+    assert command.main(["--help", name]) == 0
+    assert row in capsys.readouterr().out
+
+
 def test_listing_the_commands_imports_no_jax():
     program = (
         "import sys; from jaxpar import __main__ as command; command.main([]); "

@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
-    *sorted(p for p in (ROOT / "docs").rglob("*.md") if p.parent.name != "experiments"),
+    ROOT / "jaxpar" / "config" / "configuration.md",
+    *sorted(p for p in (ROOT / "docs").rglob("*.md") if p.name != "experiments.md"),
 ]
 
 #: What a block may need that no test has.
@@ -98,7 +99,7 @@ def test_a_line_that_nothing_reads_is_seen():
     assert unread(block) == ["pip install x", "python scripts/none.py"]
     (block,) = shell_blocks("<!-- needs: GPU -->\n```sh\nnvidia-smi\n```\n")
     assert block == ("needs", "GPU", "nvidia-smi\n")
-    assert not read(["python", "scripts/docs/config_table.py", "--wrote"])
+    assert not read(["python", "scripts/docs/code_map.py", "--wrote"])
     assert read(["jaxpar", "plan", "llama3_8b"]) and not read(["jaxpar", "plam", "llama3_8b"])
 
 

@@ -14,7 +14,9 @@ from jaxpar.certification.options import CertifyOptions
 from jaxpar.checkpoint.saved import FREE_MODEL_FIELDS
 from jaxpar.commands import names_of_forms
 from jaxpar.commands import read as read_options
-from jaxpar.config import ConfigError
+from jaxpar.config import ConfigError, reference
+from jaxpar.config.fields import leaf_paths
+from jaxpar.config.incompatible import TABLE
 from jaxpar.config.metrics import METRICS, Metric
 from jaxpar.config.remat_policies import EXPERT_NAMES, REMAT_NAMES, REMAT_POLICIES
 from jaxpar.config.schema.features import SECTIONS
@@ -29,7 +31,12 @@ from jaxpar.train import TrainOptions
 ROOT = Path(__file__).resolve().parents[2]
 
 #: Pages whose commands must work today; those of the experiments and CHANGELOG.md are history.
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CONFIGURATION = ROOT / "jaxpar" / "config" / "configuration.md"
+PAGES = [
+    ROOT / "README.md",
+    CONFIGURATION,
+    *sorted(page for page in (ROOT / "docs").glob("*.md") if page.name != "experiments.md"),
+]
 
 EXCERPT = re.compile(r"<!-- excerpt: (\S+) (\S+) -->\n```python\n(.*?)```", re.DOTALL)
 COMMAND = re.compile(r"python -m jaxpar\.(\S*.*)|^(?:python -m )?jaxpar ([a-z].*)")
@@ -135,7 +142,7 @@ def test_a_wrong_command_is_seen():
 
 def test_errors_that_are_quoted_are_said_so():
     shown = r"^\$ python -m (jaxpar\.train .+)\n((?:(?!\$ |```).+\n)+)"
-    quoted = re.findall(shown, read("docs/configuration.md"), re.M)
+    quoted = re.findall(shown, CONFIGURATION.read_text("utf-8"), re.M)
     assert len(quoted) == 2
     for command, said in quoted:
         with pytest.raises(ConfigError) as error:
@@ -157,9 +164,8 @@ def script_of(name: str):
 @pytest.mark.parametrize(
     ("name", "page"),
     [
-        ("config_table", "configuration.md"),
+        ("code_map", "code.md"),
         ("families", "architectures.md"),
-        ("flag_table", "benchmarking.md"),
         ("network_table", "clusters.md"),
     ],
 )
@@ -198,14 +204,21 @@ def test_every_metric_is_on_its_page():
     assert f"<!-- metrics -->\n{table}<!-- /metrics -->" in read("docs/monitoring.md"), table
 
 
-def test_the_page_of_combinations_is_current():
-    written = script_of("combinations").page()
-    assert read("docs/combinations.md") == written, "run scripts/docs/combinations.py --write"
+def test_the_page_of_fields_has_each_field_once():
+    """With its default and its meaning; the tables take the place of the mark in the text."""
+    page = reference.configuration()
+    rows = re.findall(r"^\|`([\w.]+)`\|(.+?)\|(.*)\|$", page, re.MULTILINE)
+    named = [path for path, _, _ in rows]
+    assert [path for path in leaf_paths() if named.count(path) != 1] == []
+    assert [path for path, _, meaning in rows if path in leaf_paths() and not meaning] == []
+    assert reference.MARK not in page and page.startswith("# Configuration\n")
 
 
-def test_the_map_of_the_code_is_up_to_date():
-    written = script_of("code_map").page()
-    assert read("docs/code.md") == written, "run python scripts/docs/code_map.py --write"
+def test_the_page_of_combinations_has_each_row_of_the_table():
+    lines = reference.combinations().splitlines()
+    for one, other, why in TABLE:
+        (line,) = [line for line in lines if line.startswith(f"|{other.label}|")]
+        assert one.label in line and why in line
 
 
 def test_model_fields_that_may_change_are_as_listed():

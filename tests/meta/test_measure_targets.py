@@ -1,4 +1,4 @@
-"""The script that measures the rows of docs/targets.md."""
+"""The script that measures the rows of docs/benchmarks/README.md."""
 
 import contextlib
 import datetime
@@ -41,7 +41,7 @@ def targets():
 def test_the_pages_predictions_are_the_scripts(targets, capsys):
     assert targets.main(["--list"]) == 0
     listed = capsys.readouterr().out.strip()
-    page = (ROOT / "docs/targets.md").read_text("utf-8")
+    page = (ROOT / "docs/benchmarks/README.md").read_text("utf-8")
     shown = re.search(r"<!-- predictions -->\n(.*?)<!-- /predictions -->", page, re.DOTALL)
     table = listed.partition("\n\n```")[0]
     assert shown and shown[1].strip() == table, "run scripts/measure/targets.py --list --write"

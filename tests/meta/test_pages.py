@@ -55,6 +55,15 @@ def test_every_page_is_named_in_the_readme():
             assert f"]({page.name})" in folder.read_text("utf-8"), page
 
 
+def test_pages_are_few_and_short():
+    """Recipes and docs/extend aside: 25 pages of docs/; 80,000 words with those at the root."""
+    docs = ROOT / "docs"
+    pages = [p for p in docs.rglob("*.md") if p.parent not in (docs / "recipes", docs / "extend")]
+    assert len(pages) <= 25
+    texts = [p.read_text("utf-8") for p in [*pages, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]]
+    assert sum(len(text.split()) for text in texts) <= 80_000
+
+
 # -------------------------------------------------------------------------------------- plans
 
 
@@ -138,11 +147,10 @@ def figures_of(name, card, tables):
 
 def test_a_number_that_links_to_a_card_is_a_figure_of_it():
     tables, checked = script("benchmark_table"), 0
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        links = re.findall(
-            r"\[([\d,]+(?:\.\d+)?)\]\([^)]*?([\w.-]+)\.json\)", page.read_text("utf-8")
-        )
-        for number, name in links:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    texts = {str(page): page.read_text("utf-8") for page in pages} | {"table": tables.table()}
+    for page, text in texts.items():
+        for number, name in re.findall(r"\[([\d,]+(?:\.\d+)?)\]\([^)]*?([\w.-]+)\.json\)", text):
             path = tables.CARDS / f"{name}.json"
             card = json.loads(path.read_text("utf-8")) if path.is_file() else {}
             if "tokens_per_second_per_device" in card:
@@ -211,7 +219,7 @@ def test_flags_in_running_text_are_of_the_config():
     known = {*field_types(), LENGTH, *options}
     unknown = []
     for page in (ROOT / "docs").rglob("*.md"):
-        if page.parent.name == "experiments" or page.name == "coming_from.md":
+        if page.name in ("experiments.md", "coming_from.md"):
             # The past, and others' flags.
             continue
         text = re.sub(r"^\$ .*\n.*|^config error: .*", "", page.read_text("utf-8"), flags=re.M)

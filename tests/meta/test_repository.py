@@ -9,8 +9,8 @@ from tests.conftest import gpu_of_worker
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: Pages about the past, whose commands are history: files and folders.
-HISTORY = {"CHANGELOG.md", "experiments"}
+#: Pages about the past, whose commands are history.
+HISTORY = {"CHANGELOG.md", "experiments.md"}
 
 LINK = re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)|(?:src|href)=\"([^\"]+)\"")
 FENCE = re.compile(r"^( *)(```|~~~)[^\n]*\n(.*?)^\1\2", re.DOTALL | re.MULTILINE)
@@ -47,7 +47,7 @@ def tracked_files() -> list[Path]:
 def pages(history: bool) -> list[Path]:
     """Every Markdown page, with or without those about the past."""
     found = [f for f in tracked_files() if f.suffix == ".md"]
-    return [f for f in found if history or not HISTORY & {f.name, f.parent.name}]
+    return [f for f in found if history or f.name not in HISTORY]
 
 
 def code_of(text: str) -> str:

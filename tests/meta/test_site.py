@@ -11,7 +11,10 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import expect
 
+from jaxpar.config import reference
+from jaxpar.execution.xla_flag_table import FLAGS
 from tests.meta.test_repository import links_of, text_of_pages
+from tests.slow import slow
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,13 +38,23 @@ def site(tmp_path_factory) -> Path:
 
 def test_every_page_is_there_and_found_by_search(site):
     pages = {p.relative_to(ROOT / "docs").with_suffix(".html") for p in docs_pages()}
-    pages |= {Path("contributing.html"), Path("changelog.html")}
+    pages |= {Path(f"{name}.html") for name in ("contributing", "changelog", *reference.PAGES)}
     pages = {p.with_name("index.html") if p.stem == "README" else p for p in pages}
     assert not {str(page) for page in pages if not (site / page).is_file()}
     index = json.loads((site / "search" / "search_index.json").read_text("utf-8"))["docs"]
     found = {entry["location"].partition("#")[0] for entry in index}
     assert {str(page) for page in pages} <= found
     assert any("zigzag" in entry["text"].lower() for entry in index)
+    assert any("train.num_steps" in entry["text"] for entry in index)
+
+
+def test_tables_that_only_the_site_has_are_complete(site):
+    flags = (site / "profiling.html").read_text("utf-8").replace("<wbr>", "")
+    assert [f.name for f in FLAGS if f.name.removeprefix("xla_gpu_") not in flags] == []
+    cards = (site / "benchmarks" / "index.html").read_text("utf-8")
+    texts = {f.name: f.read_text("utf-8") for f in (ROOT / "docs/benchmarks").glob("*.json")}
+    names = [name for name, text in texts.items() if '"parameters"' in text]
+    assert len(names) > 50 and [name for name in names if f'href="{name}"' not in cards] == []
 
 
 def test_notebooks_are_pages_with_their_pictures(site):
@@ -56,8 +69,9 @@ def test_notebooks_are_pages_with_their_pictures(site):
     [
         ("multi-node", "clusters"),
         ("gradient clipping", "numerics"),
-        ("early stopping", "checkpoints"),
-        ("OOM", "troubleshooting"),
+        ("early stopping", "monitoring"),
+        ("OOM", "memory"),
+        ("NCCL timeout", "troubleshooting"),
         ("custom loss", "extend/losses"),
         ("custom dataset", "data"),
         ("vLLM", "convert"),
@@ -114,13 +128,28 @@ def test_nothing_is_fetched_from_elsewhere(site):
 
 
 def test_links_to_source_files_lose_their_link_and_keep_their_words(site):
-    text = (site / "contributing.html").read_text("utf-8")
+    text = (site / "contributing.html").read_text("utf-8").replace("<wbr>", "")
     assert "<code>jaxpar/sharding/axes.py</code>" in text
     assert 'href="jaxpar/sharding/axes.py"' not in text
     assert 'href="changelog.html"' in text
-    text = (site / "code.html").read_text("utf-8")
-    assert "<code>kernels/attention/</code>" in text
+    text = (site / "code.html").read_text("utf-8").replace("<wbr>", "")
+    assert "<code>kernels/</code>" in text
     assert 'href="../jaxpar' not in text
+
+
+#: What is wider than its place: code and tables that scroll to the side, pictures that stick out.
+WIDER = """() => [...document.querySelectorAll(
+    ".md-content pre > code, .md-typeset__scrollwrap, .md-content img")]
+  .filter(e => e.scrollWidth > e.clientWidth + 1 || e.getBoundingClientRect().right > innerWidth)
+  .map(e => e.innerText || e.src)"""
+
+
+@pytest.mark.waits
+@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("pages", ["configuration.html", slow("**/*.html")])
+def test_nothing_is_wider_than_its_column(site, show, pages, width):
+    for page in site.glob(pages):
+        assert show(page, width).page.evaluate(WIDER) == [], page.name
 
 
 def badly_formed(link: str) -> bool:

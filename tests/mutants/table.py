@@ -1,4 +1,4 @@
-"""The page with all faults and what found each."""
+"""The table of injected faults and what found each, in docs/experiments.md."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from tests.mutants.every import every_fault, read_results
 from tests.mutants.fault import ROOT, Fault
 from tests.mutants.running import CERTIFY, Result
 
-PAGE = ROOT / "docs" / "experiments" / "injected_faults.md"
+PAGE = ROOT / "docs" / "experiments.md"
 
 #: Where the reports of `Fault.source` are, and of those without a number the page.
 REPOSITORIES = {
@@ -21,7 +21,7 @@ REPOSITORIES = {
     "transformers": "huggingface/transformers",
 }
 
-#: What found a fault, in words, in the order of the page.
+#: What found a fault, in words, in the order of the table.
 WORDS = {
     "": "nothing",
     "not run": "",
@@ -31,43 +31,31 @@ WORDS = {
     "traced": "tracing",
 }
 
-HEAD = """\
-# Injected faults
-
-Written by `python -m tests.mutants`.
-
-Each fault of [tests/mutants/faults](../../tests/mutants/faults) was put into a copy of the package,
-one at a time: a factor, a sum, a set, an order or an index that is wrong, in one to six lines.
-`{command}` then ran on CPU devices with the config and mesh that the fault names; where that
-passed, the tests that it names did. Some stand for public reports of other systems; the others are
-our own. *Untested*: the command passed, and the tests have not been run yet. *Found by* names a
-check of the command. The last column has CPU seconds; results.json beside the faults has what was
-off. Those that were not run, if any, are left out: `python -m tests.mutants --missing` runs them.
-
-{score}
-
-|fault|report|found by|s|
-|---|---|---|---|
-"""
+BEGIN, END = "<!-- faults -->\n", "<!-- /faults -->"
+HEAD = "\n|fault|report|found by|\n|---|---|---|\n"
 
 
 def write(page: Path = PAGE) -> None:
-    """Write the page."""
-    page.write_text(text(every_fault(), read_results()), "utf-8")
+    """Write the table into its page."""
+    before, _, rest = page.read_text("utf-8").partition(BEGIN)
+    made = text(every_fault(), read_results())
+    page.write_text(before + BEGIN + made + END + rest.partition(END)[2], "utf-8")
 
 
 def text(faults: Iterable[Fault], results: dict[str, Result]) -> str:
-    """Return the page."""
+    """Return the counts, and a row for each fault of a public report or that nothing found."""
     pairs = [(f, results.get(f.name, Result(f.name, "not run"))) for f in faults]
     order = list(WORDS)
     pairs.sort(key=lambda pair: (order.index(pair[1].found_by), pair[0].name))
     public = [result for fault, result in pairs if fault.source != "own"]
-    score = [
-        f"- all: {_score([result for _, result in pairs])}",
-        f"- of public reports: {_score(public)}",
+    score = f"- all: {_score([result for _, result in pairs])}\n"
+    score += f"- of public reports: {_score(public)}\n"
+    shown = [
+        (fault, result)
+        for fault, result in pairs
+        if not result.found_by or (fault.source != "own" and result.found_by != "not run")
     ]
-    head = HEAD.format(command=" ".join(["python", *CERTIFY]), score="\n".join(score))
-    return head + "".join(_row(*pair) for pair in pairs if pair[1].found_by != "not run")
+    return score + HEAD + "".join(_row(*pair) for pair in shown)
 
 
 def _score(results: list[Result]) -> str:
@@ -77,17 +65,15 @@ def _score(results: list[Result]) -> str:
     found = ran - by[""]
     ways = ", ".join(f"{n} by {WORDS[how]}" for how, n in by.items() if how not in ("", "not run"))
     return f"**{found} of {ran}** that were run were found: {ways}" + (
-        f"; {by['not run']} were not run" if by["not run"] else ""
+        f"; not run: {by['not run']}" if by["not run"] else ""
     )
 
 
 def _row(fault: Fault, result: Result) -> str:
-    seconds = f"{result.seconds:.0f}" if result.seconds else ""
     waits = result.found_by == "" and fault.tests and not result.tested
     found = "untested" if waits else WORDS[result.found_by]
     found = result.check if result.found_by == "certify" and result.check else found
-    cells = fault.name, _link(fault.source), found, seconds
-    return f"|{'|'.join(cells)}|\n"
+    return f"|{fault.name}|{_link(fault.source)}|{found}|\n"
 
 
 def _link(source: str) -> str:

@@ -199,7 +199,7 @@ def test_one_gpu_alone_is_named():
 
 
 def test_the_page_has_every_check():
-    page = (Path(__file__).parents[3] / "docs" / "doctor.md").read_text("utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "troubleshooting.md").read_text("utf-8")
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| ")]
     named = {name.strip() for row in rows for name in row.split(",")}
     facts = facts_of(infiniband=[PORT])

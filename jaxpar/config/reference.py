@@ -1,13 +1,12 @@
-"""Makes the table of config fields: python scripts/docs/config_table.py [--write]
+"""The generated pages of the documentation: `jaxpar --help configuration`, and `combinations`.
 
-Path, default, type and description are from the dataclasses of `jaxpar/config/schema/`, a section
-each, of `jaxpar/features/` and of `jaxpar/components/`. Without options, prints the tables. --write
-writes them between the markers of docs/configuration.md.
+The site has both. Their tables are made of the dataclasses of `config/schema/`, `features/` and
+`components/`, and of `incompatible.py`; `configuration.md` beside this file is the text around the
+table of fields.
 """
 
 import dataclasses
 import inspect
-import sys
 import types
 import typing
 from collections.abc import Iterator
@@ -18,12 +17,12 @@ from jaxpar import config
 from jaxpar.components.component import Component, FeedForward, Mixer
 from jaxpar.components.model import Layer, Norm, in_words
 from jaxpar.config import fields
+from jaxpar.config.incompatible import TABLE
 from jaxpar.config.layers import OURS
 from jaxpar.config.listed import form, has_fields, item_of, written
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "configuration.md"
-BEGIN, END = "<!-- config table -->\n", "<!-- /config table -->"
+#: The text of the page of fields, and where its tables go.
+TEXT, MARK = Path(__file__).with_name("configuration.md"), "<!-- every field -->\n"
 
 #: The values of an optional section.
 OPTIONAL = "`None`, a section"
@@ -157,14 +156,32 @@ def _part(title: str, cls: Any, rows: list[str]) -> str:
     return "\n".join([title, "", said, *head, *rows]) + "\n"
 
 
-def main() -> None:
-    """Print the table or write it to the page."""
-    if sys.argv[1:] != ["--write"]:
-        print(table(), end="")
-        return
-    before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
-    PAGE.write_text(before + BEGIN + table() + END + rest.partition(END)[2], "utf-8")
+HEAD = """# What combines with what
+
+Settings and parts of models can be combined, except these pairs, each refused with its reason and a
+fix. Other rules are of one field: sizes that a mesh must divide, and options that need another one.
+
+|setting|is not supported with|
+|---|---|
+"""
 
 
-if __name__ == "__main__":
-    main()
+def configuration() -> str:
+    """Return the page of fields."""
+    return TEXT.read_text("utf-8").replace(MARK, table())
+
+
+def combinations() -> str:
+    """Return the page of what is refused: a row a setting, with all that it excludes, by reason."""
+    rows: dict[str, dict[str, list[str]]] = {}
+    for one, other, why in TABLE:
+        rows.setdefault(other.label, {}).setdefault(why, []).append(one.label)
+    cells = {
+        label: "; ".join(f"{', '.join(excluded)}: {why}" for why, excluded in reasons.items())
+        for label, reasons in rows.items()
+    }
+    return HEAD + "".join(f"|{label}|{cell}|\n" for label, cell in cells.items())
+
+
+#: The generated pages by name, as the others of docs/.
+PAGES = {"combinations": combinations, "configuration": configuration}
