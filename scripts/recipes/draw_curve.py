@@ -45,9 +45,7 @@ def main() -> None:
     parser.add_argument("--metrics", nargs="+", default=["loss", "held_out_loss"])
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
-    options.output.write_bytes(
-        picture(options.run, options.metrics, options.title, options.under)
-    )
+    options.output.write_bytes(picture(options.run, options.metrics, options.title, options.under))
 
 
 if __name__ == "__main__":

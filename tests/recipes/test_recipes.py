@@ -193,7 +193,9 @@ class Log:
     def _hidden(self):
         """Not public."""
 '''
-    found = {name: python_text.first_sentence(text) for name, text in python_text.documented(source)}
+    found = {
+        name: python_text.first_sentence(text) for name, text in python_text.documented(source)
+    }
     assert found == {"Log": "A log of lines.", "Log.add(line, when)": "Append a line."}
 
 
