@@ -42,10 +42,21 @@ def page(name: str) -> str:
     return (PAGES / f"{name}.md").read_text("utf-8")
 
 
-def shown(name: str) -> str:
-    """A recipe's commands as its page shows them: `${NAME:-VALUE}` is VALUE, without "$@"."""
+def shown(name: str, variables: dict[str, str] | None = None, options: str = "") -> str:
+    """A recipe's commands with variables and options; without them, as its page shows them."""
     text = (SCRIPTS / f"{name}.sh").read_text("utf-8").partition("set -eux\n")[2]
-    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text).replace(' "$@"', "")
+    found = re.sub(r"\$\{(\w+):-([^}]*)\}", lambda m: (variables or {}).get(m[1], m[2]), text)
+    return found.replace(' "$@"', options and f" {options}")
+
+
+def resolved(text: str, devices: list[int]) -> None:
+    """Read shell lines, and resolve each training command for its number of devices."""
+    training = iter(devices)
+    for words in commands(f"```sh\n{text}```\n"):
+        options = read_options(words[0].removeprefix("jaxpar."), words[1:])
+        if isinstance(options, TrainOptions | LaunchRun):
+            resolve(options.config.asked(lambda _, __, like: like), next(training))
+    assert not [*training], "more devices than training commands"
 
 
 def test_every_recipe_has_a_page_a_script_and_a_row():
@@ -63,18 +74,22 @@ def test_a_page_shows_the_script(name):
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_commands_can_be_read_and_fit_their_devices(name):
-    found, training = list(commands(page(name))), iter(DEVICES[name])
-    for words in commands(f"```sh\n{shown(name)}```\n"):
-        assert words in found
-        options = read_options(words[0].removeprefix("jaxpar."), words[1:])
-        if isinstance(options, TrainOptions | LaunchRun):
-            resolve(options.config.asked(lambda _, __, like: like), next(training))
-    assert not [*training], "more devices than training commands"
-    for words in found:
+    resolved(shown(name), DEVICES[name])
+    for words in commands(page(name)):
         check_command(words)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("name", ["experts", "long_context"])
+def test_a_run_in_small_can_be_read(name):
+    (block,) = re.findall(
+        rf"^(.*)sh scripts/recipes/{name}\.sh(.*)", page(name).replace("\\\n", " "), re.M
+    )
+    variables = dict(word.split("=") for word in shlex.split(block[0]))
+    options = " ".join(shlex.split(block[1]))
+    devices = int(re.search(r"--run\.cpu-devices (\d+)", options)[1])
+    resolved(shown(name, variables, options), [devices] * len(DEVICES[name]))
+
+
 @pytest.mark.parametrize("name", [name for name in DEVICES if "$ python -m" in page(name)])
 def test_plans_that_are_shown_are_printed(name):
     plans = re.findall(r"^\$ python -m jaxpar\.plan (.*)\n((?:.*\n)*?)```", page(name), re.M)
@@ -156,7 +171,7 @@ def test_small_text_sft_and_dpo_run_in_small(tmp_path):
         ("llama_1b", f"{DENSE} {EIGHT}", TEXT, "mesh data=8"),
         (
             "llama_8b",
-            f"{DENSE} {EIGHT} --model.vocab-size 512 --train.global-batch-size 32",
+            f"{DENSE} {EIGHT} --model.vocab-size 512 --train.global-batch-size 64",
             TEXT,
             "mesh data=8",
         ),
