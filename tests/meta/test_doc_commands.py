@@ -74,6 +74,10 @@ def read(words: list[str]) -> bool:
             source = path.read_text("utf-8") if path.is_file() else ""
             names = [word.partition("=")[0] for word in options if word.startswith("--")]
             return bool(source) and all(name in source for name in names)
+        case ["echo", _, "|", *rest]:
+            return read(rest)
+        case ["sh", script, *_] if script.startswith("scripts/recipes/"):
+            return (ROOT / script).is_file()  # its options: tests/recipes
         case ["make", *_] | ["mkdir", "-p", _]:
             return True  # targets: test_repository.py
     return False
