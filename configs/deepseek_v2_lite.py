@@ -1,8 +1,7 @@
 """DeepSeek-V2-Lite, latent attention and 64 experts: python -m jaxpar.train deepseek_v2_lite
 
-A token uses 6 of the experts of a layer, and 2 shared ones (docs/experts.md,
-docs/latent_attention.md). Pre-training 15.7B parameters takes 251 GB of weights, gradients and
-moments: at least four H200.
+A token uses 6 of the experts of a layer, and 2 shared ones (docs/architectures.md). Pre-training
+15.7B parameters takes 251 GB of weights, gradients and moments: at least four H200.
 """
 
 from jaxpar.config import (

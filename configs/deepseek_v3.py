@@ -1,7 +1,7 @@
 """DeepSeek-V3, latent attention and 256 experts: python -m jaxpar.train deepseek_v3
 
 A token uses 8 of the experts of a layer, of 4 of 8 groups, and a shared one; a bias balances them
-(docs/experts.md, docs/latent_attention.md). Pre-training 671B parameters takes 10.7 TB of weights,
+(docs/architectures.md). Pre-training 671B parameters takes 10.7 TB of weights,
 gradients and moments: at least 128 H200, with --parallel.expert.
 """
 

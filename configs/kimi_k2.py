@@ -1,7 +1,7 @@
 """Kimi K2, DeepSeek-V3's layers with 384 experts: python -m jaxpar.train kimi_k2
 
-A token uses 8 of the experts of a layer and a shared one; a bias balances them (docs/experts.md,
-docs/latent_attention.md). Pre-training 1.03T parameters takes 16.4 TB of weights, gradients and
+A token uses 8 of the experts of a layer and a shared one; a bias balances them
+(docs/architectures.md). Pre-training 1.03T parameters takes 16.4 TB of weights, gradients and
 moments: at least 256 H200, with --parallel.expert.
 """
 

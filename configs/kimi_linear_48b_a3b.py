@@ -1,9 +1,10 @@
 """Kimi-Linear-48B-A3B, a hybrid with 256 experts: python -m jaxpar.train kimi_linear_48b_a3b
 
-A token uses 8 of the experts of a layer and a shared one; a bias balances them (docs/experts.md).
-Of every four layers, three have Kimi Delta Attention, and one latent attention without positions
-(docs/hybrid.md). The first layer is dense, and the last has attention. Pre-training 49.1B
-parameters takes 786 GB of weights, gradients and moments: at least eight H200.
+A token uses 8 of the experts of a layer and a shared one; a bias balances them
+(docs/architectures.md). Of every four layers, three have Kimi Delta Attention, and one latent
+attention without positions (docs/architectures.md). The first layer is dense, and the last has
+attention. Pre-training 49.1B parameters takes 786 GB of weights, gradients and moments: at least
+eight H200.
 """
 
 from jaxpar.config import (

@@ -1,7 +1,7 @@
 """Llama 4 Scout 17B-16E (text): python -m jaxpar.train llama4_scout
 
 Three of four layers attend within chunks of 8192 tokens; every fourth attends to all, without a
-rotary embedding (docs/long_context.md#chunks). A token uses one of 16 experts, and a shared one.
+rotary embedding (docs/architectures.md#chunks). A token uses one of 16 experts, and a shared one.
 Pre-training 108B parameters takes 1.7 TB of weights, gradients and moments: at least sixteen H200.
 """
 

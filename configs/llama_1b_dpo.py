@@ -1,7 +1,7 @@
 """Llama 3.2 1B tuned on pairs of responses by DPO: python -m jaxpar.train llama_1b_dpo
 
 Like llama_1b_lora_chat, but it learns which of two responses to a prompt is preferred, from the
-pairs in data/pairs (made by `python -m jaxpar.data prepare-pairs`, docs/preference_tuning.md).
+pairs in data/pairs (made by `python -m jaxpar.data prepare-pairs`, docs/fine_tuning.md).
 """
 
 from jaxpar.config import Config, replace

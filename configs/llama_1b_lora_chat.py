@@ -1,7 +1,7 @@
 """Llama 3.2 1B fine-tuned on conversations with LoRA: python -m jaxpar.train llama_1b_lora_chat
 
 Like llama_1b_chat, but the model's weights are frozen. Adapters of rank 16 on every projection are
-trained, with 10 times the learning rate (docs/lora.md).
+trained, with 10 times the learning rate (docs/fine_tuning.md).
 """
 
 from jaxpar.config import Config, replace

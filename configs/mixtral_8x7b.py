@@ -1,7 +1,7 @@
 """Mixtral 8x7B, 8 experts of which a token uses 2: python -m jaxpar.train mixtral_8x7b
 
-Each GPU gathers a layer's experts (docs/experts.md). Pre-training 46.7B parameters takes 747 GB of
-weights, gradients and moments: at least eight H200.
+Each GPU gathers a layer's experts (docs/architectures.md). Pre-training 46.7B parameters takes 747
+GB of weights, gradients and moments: at least eight H200.
 """
 
 from jaxpar.config import (

@@ -1,7 +1,7 @@
 """Moonlight-16B-A3B, layers of DeepSeek-V3: python -m jaxpar.train moonlight_16b_a3b
 
 A token uses 6 of the 64 experts of a layer, and 2 shared ones; a bias balances them
-(docs/experts.md, docs/latent_attention.md). Pre-training 16.0B parameters takes 255 GB of weights,
+(docs/architectures.md). Pre-training 16.0B parameters takes 255 GB of weights,
 gradients and moments: at least four H200.
 """
 

@@ -1,8 +1,8 @@
 """Nemotron 3 Nano 30B-A3B, a hybrid with experts: python -m jaxpar.train nemotron_3_nano
 
 Of 52 layers, 23 are Mamba-2, 23 have 128 experts of two matrices and a shared one, and 6 attention
-(docs/hybrid.md). Of 31.6B parameters, a token uses 3.6B with its embedding. Pre-training them takes
-505 GB of weights, gradients and moments: at least eight H200 or sixteen H100.
+(docs/architectures.md). Of 31.6B parameters, a token uses 3.6B with its embedding. Pre-training
+them takes 505 GB of weights, gradients and moments: at least eight H200 or sixteen H100.
 """
 
 from jaxpar.config import (

@@ -1,7 +1,7 @@
 """Nemotron-H-8B, a hybrid with Mamba-2: python -m jaxpar.train nemotron_h_8b
 
-Of 52 layers, 24 are Mamba-2, 24 MLPs and 4 attention (docs/hybrid.md). Pre-training 8.1B parameters
-takes 130 GB of weights, gradients and moments: at least four H100 or two H200.
+Of 52 layers, 24 are Mamba-2, 24 MLPs and 4 attention (docs/architectures.md). Pre-training 8.1B
+parameters takes 130 GB of weights, gradients and moments: at least four H100 or two H200.
 """
 
 from jaxpar.config import (

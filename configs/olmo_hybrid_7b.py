@@ -1,9 +1,9 @@
 """OLMo Hybrid 7B, with Gated DeltaNet: python -m jaxpar.train olmo_hybrid_7b
 
-Of every four layers, three have Gated DeltaNet in place of attention (docs/hybrid.md), and norms of
-inputs; the fourth has norms of outputs, as OLMo 3's, and no positions. Pre-training 7.4B parameters
-takes 119 GB of weights, gradients and moments: at least two H200. It was not measured. Keys are 96
-wide, for which recurrences have no kernel: they run in plain JAX.
+Of every four layers, three have Gated DeltaNet in place of attention (docs/architectures.md), and
+norms of inputs; the fourth has norms of outputs, as OLMo 3's, and no positions. Pre-training 7.4B
+parameters takes 119 GB of weights, gradients and moments: at least two H200. It was not measured.
+Keys are 96 wide, for which recurrences have no kernel: they run in plain JAX.
 """
 
 from jaxpar.config import (

@@ -1,6 +1,6 @@
 """OLMoE-1B-7B, 64 experts of which a token uses 8: python -m jaxpar.train olmoe_1b_7b
 
-Each GPU gathers a layer's experts (docs/experts.md).
+Each GPU gathers a layer's experts (docs/architectures.md).
 """
 
 from jaxpar.config import (

@@ -1,7 +1,7 @@
 """The quickstart as a hybrid model: python -m jaxpar.train quickstart_hybrid
 
 Its layers are those of Qwen3-Next, without experts: of every four, three have Gated DeltaNet in
-place of attention (docs/hybrid.md).
+place of attention (docs/architectures.md).
 """
 
 from jaxpar.config import Attention, Config, GatedDeltaNet, Glu, Layer, QkNorm, Rope, replace

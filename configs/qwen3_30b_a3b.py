@@ -1,7 +1,8 @@
 """Qwen3-30B-A3B, 128 experts of which a token uses 8: python -m jaxpar.train qwen3_30b_a3b
 
-Each GPU gathers a layer's experts, or has some of them with --parallel.expert (docs/experts.md).
-Pre-training 30.5B parameters takes 489 GB of weights, gradients and moments: at least eight H200.
+Each GPU gathers a layer's experts, or has some of them with --parallel.expert
+(docs/architectures.md). Pre-training 30.5B parameters takes 489 GB of weights, gradients and
+moments: at least eight H200.
 """
 
 from jaxpar.config import (

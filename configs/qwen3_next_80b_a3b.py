@@ -1,8 +1,8 @@
 """Qwen3-Next-80B-A3B, a hybrid with 512 experts: python -m jaxpar.train qwen3_next_80b_a3b
 
 A token uses 10 experts. Of every four layers, three have Gated DeltaNet in place of attention
-(docs/hybrid.md). Pre-training 79.7B parameters takes 1,275 GB of weights, gradients and moments: at
-least sixteen H200.
+(docs/architectures.md). Pre-training 79.7B parameters takes 1,275 GB of weights, gradients and
+moments: at least sixteen H200.
 """
 
 from jaxpar.config import (

@@ -2,7 +2,8 @@
 
 Reads versions, environment, GPUs, links and host. Verifies the result of every collective on every
 mesh axis. Measures collectives, pairs of devices, matmuls and copies. Ends with a checklist of
-findings and remedies. It changes nothing on the machine. docs/doctor.md explains each line.
+findings and remedies. It changes nothing on the machine. docs/troubleshooting.md explains each
+line.
 
 Sections, for --only: versions and environment variables; hardware as the driver and the kernel
 report it; collectives, are their results correct; bandwidth of collectives; latency of small ones,

@@ -1,6 +1,6 @@
 """A 1B model on 131,072 tokens: python -m jaxpar.train llama_1b_long/128k
 
-The last of three stages to a context of 128k (docs/long_context.md). It starts from the weights of
+The last of three stages to a context of 128k (docs/architectures.md). It starts from the weights of
 llama_1b_long/32k, with a larger base of the rotary embedding. Never run at full length.
 """
 

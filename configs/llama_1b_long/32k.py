@@ -1,6 +1,6 @@
 """A 1B model on 32,768 tokens: python -m jaxpar.train llama_1b_long/32k
 
-The second of three stages to a context of 128k (docs/long_context.md). It starts from the weights
+The second of three stages to a context of 128k (docs/architectures.md). It starts from the weights
 of llama_1b_long/8k, with a larger base of the rotary embedding. Never run at full length.
 """
 

@@ -1,6 +1,6 @@
 """A 1B model on 8,192 tokens: python -m jaxpar.train llama_1b_long/8k
 
-The first of three stages to a context of 128k (docs/long_context.md). Never run at full length.
+The first of three stages to a context of 128k (docs/architectures.md). Never run at full length.
 """
 
 from jaxpar.config import (

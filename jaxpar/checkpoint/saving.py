@@ -215,7 +215,7 @@ class Checkpointer:
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(copy))
         # Free the copy now, even if something still refers to it, so that the next save can reuse
         # its memory. Without this, resident memory grew from 100 to 167 GB over 24 saves of 64 GB
-        # (docs/experiments/checkpoints.md#copy-given-back).
+        # (docs/experiments.md#copy-given-back).
         for leaf in jax.tree.leaves(copy):
             leaf.delete()
         if self._is_first:

@@ -149,7 +149,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The decoder, as its layers: docs/families.md."""
+    """The decoder, as its layers: docs/architectures.md."""
 
     d_model: Width
     """Width of the residual stream."""
@@ -185,7 +185,8 @@ class Model:
     """Cap the logits' magnitude: softcap * tanh(logits / softcap) (Gemma 2: 30). None: no cap."""
     mup: MupConfig | None = None
     """Maximal update parametrization (µP): the best learning rate does not depend on the width
-    (docs/mup.md). Setting one of its fields enables it. None: the standard parametrization."""
+    (docs/optimizers.md). Setting one of its fields enables it. None: the standard
+    parametrization."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))

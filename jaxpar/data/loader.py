@@ -376,7 +376,7 @@ class Loader:
 
         The thread only uses the host. The caller's thread transfers batches to the devices
         asynchronously, since a transfer from another thread can make cuDNN's graph capture fail
-        (docs/experiments/attention.md#cudnn-graph-capture). An exception in the thread is raised
+        (docs/experiments.md#cudnn-graph-capture). An exception in the thread is raised
         here, at its step. Closing or deleting the generator ends the thread after its current
         batch.
         """

@@ -12,7 +12,7 @@ import numpy as np
 type Order = Callable[[np.ndarray], np.ndarray]
 
 #: Rounds of the cipher. With 4, neighbors in the orders of a thousand sequences differ from random
-#: ones; with 6 and more, they do not (docs/experiments/data_loading.md#shuffles).
+#: ones; with 6 and more, they do not (docs/experiments.md#shuffles).
 ROUNDS = 8
 
 #: Bits of the smallest range that the cipher permutes. With 6, some permutations of six sequences

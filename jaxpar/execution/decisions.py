@@ -21,7 +21,7 @@ from jaxpar.kernels.platform import Platform
 #: Minimum number of tokens in a tensor rank's sequence shard for collective matmuls, which are
 #: slower than one gather and one matmul on shorter shards. 8 layers of 8B on two H200s: 1% faster
 #: with 4,096 tokens, 4% slower with 2,048
-#: (docs/experiments/tensor_parallelism.md#collective-matmul).
+#: (docs/experiments.md#collective-matmul).
 MIN_SHARD_TOKENS = 4096
 
 
@@ -50,7 +50,7 @@ class Execution:
 
     Used for SwiGLU without biases, experts or adapters, in the compute dtype or in float8 with one
     scale per tensor. Not used with row groups, where XLA would delay more weight gradients and need
-    4% more memory (docs/experiments/one_gpu.md#gate-and-up-in-one-matmul)."""
+    4% more memory (docs/experiments.md#gate-and-up-in-one-matmul)."""
     float32_weight_gradients: bool
     """Matmuls accumulate the gradients of a layer's matrices in float32 over microbatches.
 

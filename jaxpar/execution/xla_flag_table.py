@@ -110,7 +110,7 @@ class Flag:
     name: str
     value: str
     gain: str
-    """Measurements without the flag and with it. Conditions: docs/experiments/README.md."""
+    """Measurements without the flag and with it. Conditions: docs/experiments.md."""
     where: Callable[[Execution], bool] = always
     gpus: tuple[str, ...] = ("H200",)
     """Substrings of the names of the GPUs on which the flag was measured."""

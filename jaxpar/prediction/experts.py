@@ -1,8 +1,8 @@
 """Predicts what a layer's experts add: rows, buffers, products, passes and messages.
 
-Letters as in docs/experts.md: n devices that share experts, N tokens of a device's microbatch, k
-experts of a token, E experts, R rows of the buffer. Without an expert axis, n is 1, and each device
-has all experts of the layer that it computes.
+Letters as in docs/architectures.md: n devices that share experts, N tokens of a device's
+microbatch, k experts of a token, E experts, R rows of the buffer. Without an expert axis, n is 1,
+and each device has all experts of the layer that it computes.
 """
 
 import math

@@ -85,23 +85,21 @@ H200 = Gpu(
     matmul=HardwareFigure(
         698e12,
         "measured: matmul kernels of profiled steps at 700 W, 685 to 716 TFLOP/s less contention; "
-        "isolated for more than a second, 642 to 681 (docs/experiments/matmuls.md#power-limit)",
+        "isolated for more than a second, 642 to 681 (docs/experiments.md#power-limit)",
     ),
     float8=HardwareFigure(
         1230e12,
-        "measured: 1.5B and 8B in float8, steps of a long run "
-        "(docs/experiments/float8.md#8b-in-float8)",
+        "measured: 1.5B and 8B in float8, steps of a long run (docs/experiments.md#8b-in-float8)",
     ),
     bandwidth=HardwareFigure(
         4.18e12,
-        "measured: device copy (docs/experiments/elementwise.md#bandwidth-of-elementwise-kernels)",
+        "measured: device copy (docs/experiments.md#bandwidth-of-elementwise-kernels)",
     ),
     memory_peak=HardwareFigure(4.8e12, "NVIDIA H200 datasheet"),
     nvlink=HardwareFigure(450e9, "NVIDIA H200 datasheet: 900 GB/s for both directions"),
     host_link=HardwareFigure(
         51.7e9,
-        "measured: copies of 134 MB out of a step "
-        "(docs/experiments/memory.md#values-in-host-memory)",
+        "measured: copies of 134 MB out of a step (docs/experiments.md#values-in-host-memory)",
     ),
     attention=HardwareFigure(1.0, "measured: docs/benchmarks/attention-h200.json"),
     multiprocessors=132,

@@ -25,9 +25,10 @@ ATTENTION = {
 ATTENTION_IN_A_STEP = 0.90
 
 #: FLOP/s of the grouped products of experts by product, counting padding, at these widths (D, F):
-#: docs/experts.md#kernels, times 1 + half a tile a row of an expert. With padding counted, they
-#: differ by 3% between 16, 64 and 128 experts of 131,072 rows. Within a step on two H100s, they
-#: take as long (715 TFLOP/s in the mean; expert axis, so that nothing else is computed meanwhile).
+#: docs/architectures.md#expert-kernels, times 1 + half a tile a row of an expert. With padding
+#: counted, they differ by 3% between 16, 64 and 128 experts of 131,072 rows. Within a step on two
+#: H100s, they take as long (715 TFLOP/s in the mean; expert axis, so that nothing else is computed
+#: meanwhile).
 GROUPED_AT = 2048, 768
 GROUPED = {
     "gate_up": 734e12,
@@ -61,7 +62,7 @@ FURTHER_ROUND = 1.89e-3
 SPREAD_OF_LOADS = 0.3
 
 #: Share of a copy's bandwidth that fused elementwise kernels reach (RMSNorm and rotary embedding
-#: 0.56 to 0.81, SwiGLU 1.0: docs/experiments/elementwise.md#bandwidth-of-elementwise-kernels).
+#: 0.56 to 0.81, SwiGLU 1.0: docs/experiments.md#bandwidth-of-elementwise-kernels).
 ELEMENTWISE = 0.86
 
 #: Share of NVLink's bandwidth that NCCL's kernels reach during matmuls, by the ranks of a group:
@@ -93,7 +94,7 @@ EXPOSED = {
 
 #: Times that a compressed sum over replicas reads or writes a shard of gradients in float32, beside
 #: its errors, which count as moments do. From steps of 0.75B on two H200s; that of top_k is its
-#: kernel's (docs/experiments/slow_links.md).
+#: kernel's (docs/experiments.md).
 COMPRESSION = {"float32": 0.0, "bfloat16": 1.0, "int8": 5.0, "top_k": 12.5}
 
 #: Share of the compute time that can hide gathers and scatters, if they take longer.

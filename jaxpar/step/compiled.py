@@ -40,7 +40,7 @@ class FirstRunAlone:
     """A compiled program whose first run does not overlap other work on the devices.
 
     cuDNN captures its kernels in the first run, and a concurrent transfer can make the capture fail
-    (docs/experiments/attention.md#cudnn-graph-capture). Later runs are dispatched asynchronously.
+    (docs/experiments.md#cudnn-graph-capture). Later runs are dispatched asynchronously.
     """
 
     def __init__(

@@ -12,11 +12,11 @@ def identity(lowered: Any) -> bytes:
 
     It is the same in every process that lowers the same program. JAX writes an inner function that
     is called twice once or twice, and numbers its name, depending on what the process has traced
-    before (docs/experiments/thousands.md#names-of-inner-functions). Therefore a call names a hash
+    before (docs/experiments.md#names-of-inner-functions). Therefore a call names a hash
     of what it calls. Places in the source are left out.
 
     As text, a program for thousands of devices is far larger: each ring of a mesh axis is written
-    out at each of its uses (docs/experiments/thousands.md#program-text).
+    out at each of its uses (docs/experiments.md#program-text).
 
     Args:     lowered: `jax.stages.Lowered`; it is not changed.
     """

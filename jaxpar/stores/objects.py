@@ -88,7 +88,7 @@ ATTEMPTS, BACKOFF_SECONDS = 4, 1.0
 PART_BYTES, MAX_PARTS, MAX_PART_BYTES = 16 << 20, 9000, 5 << 30
 
 #: Parts that are sent at the same time, of all files together. More would share a slow link, and
-#: each take longer than REQUEST_SECONDS (docs/experiments/stores.md#parts-in-flight).
+#: each take longer than REQUEST_SECONDS (docs/experiments.md#parts-in-flight).
 PARTS_AT_ONCE = 16
 
 #: Bytes of a download between two writes to the disk.

@@ -361,7 +361,7 @@ def run_folder(cfg: Config) -> Path:
 def check_host_copies(cfg: Config, backend: str) -> None:
     """Refuse a combination that JAX 0.11 compiles for a GPU but cannot run.
 
-    Raises:   ConfigError for it (docs/experiments/memory.md#values-in-host-memory).
+    Raises:   ConfigError for it (docs/experiments.md#values-in-host-memory).
     """
     unrolled, on_host = cfg.parallel.layer_loop == "unroll", saves_on_host(cfg.parallel)
     if backend == "gpu" and unrolled and on_host and xla_is_deterministic():

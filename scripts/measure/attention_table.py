@@ -1,7 +1,7 @@
 """Write the attention table of this GPU: python scripts/measure/attention_table.py [--shapes ...]
 
 Times each candidate of block sizes of jaxpar's kernels, and cuDNN, forward and backward, at the
-GPU's power limit. `auto` chooses a backend and its block sizes from the table. docs/benchmarking.md
+GPU's power limit. `auto` chooses a backend and its block sizes from the table. docs/profiling.md
 has the details.
 """
 

@@ -1,4 +1,4 @@
-"""Draws the fullest expert of runs over their steps, for docs/experiments/experts.md.
+"""Draws the fullest expert of runs over their steps, for docs/experiments.md.
 
 python scripts/measure/expert_balance_chart.py NAME=RUN [NAME=RUN ...] --output FILE
 """

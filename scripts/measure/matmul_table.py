@@ -5,7 +5,7 @@ training it does, and a kernel that needs less energy may be faster. This comman
 config's train step and runs each of its matmuls long enough, with each kernel that XLA found nearly
 as fast as its choice. It writes the best kernels to a table. Training reads the table of its GPU;
 XLA autotunes matmuls that are not in it. The command needs an NVIDIA GPU and takes about five
-minutes. docs/benchmarking.md has the details.
+minutes. docs/profiling.md has the details.
 """
 
 import dataclasses

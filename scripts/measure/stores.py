@@ -2,7 +2,7 @@
 
 Writes a checkpoint of --gb gigabytes in --files files of random bytes to --folder, uploads it as a
 run does, downloads it again with its SHA-256 verified, and deletes the objects. Credentials and
-endpoint are those of docs/object_stores.md. --moto starts moto's server here, in a process of its
+endpoint are those of docs/reliability.md. --moto starts moto's server here, in a process of its
 own, and makes the bucket. CPU seconds are those of this process, and of that server.
 """
 

@@ -28,7 +28,7 @@ def test_fixtures_and_lazy_packages_count():
 
 
 def test_configs_pages_and_whole_changes():
-    assert "tests/meta/test_docs.py" in selected_by(["docs/doctor.md"])
+    assert "tests/meta/test_docs.py" in selected_by(["docs/troubleshooting.md"])
     assert "tests/config/test_commands.py" in selected_by(["configs/llama3_8b.py"])
     every = {file for file in modules().values() if file.name.startswith("test_")}
     assert len(selected_by(["tests/conftest.py"])) == len(every)

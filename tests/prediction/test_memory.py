@@ -184,7 +184,7 @@ def test_state_in_host_memory_is_not_on_the_device():
 
 @pytest.mark.parametrize("kind", ["adamw", "host", "masters-host"])
 def test_peaks_with_state_in_host_memory_are_those_measured(kind):
-    """On an H100: scripts/measure/offload.py, docs/experiments/memory.md#optimizer-state."""
+    """On an H100: scripts/measure/offload.py, docs/experiments.md#optimizer-state."""
     card = json.loads(CARD.read_text())
     away = {"adamw": {}, "host": {"optimizer.offload": True}}
     fields = away.get(kind, away["host"] | {"optimizer.offload_masters": True})

@@ -139,7 +139,7 @@ def compare_gradients(cfg: Config, devices: list) -> None:
     for path, expected in want.items():
         # With every matmul accumulated in float32, bfloat16 costs 6e-3 to 1.1e-2 here; one that
         # accumulated in bfloat16 would cost 2.2e-2
-        # (docs/experiments/correctness.md#bfloat16-matmuls-on-cpus).
+        # (docs/experiments.md#bfloat16-matmuls-on-cpus).
         error = relative_error(grads[path], expected)
         assert error < 2e-2, (path, error)
 

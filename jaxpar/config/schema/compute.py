@@ -26,6 +26,6 @@ class ComputeConfig:
     and the reason."""
     recurrent_backend: Literal["auto", "reference", "triton"] = "auto"
     """Kernels of recurrent layers. reference: plain JAX. auto: the fastest where it was measured,
-    else reference (docs/kernels.md#recurrences)."""
+    else reference (docs/code.md#recurrences)."""
     attention_deterministic: bool = False
     """Make the attention backward bitwise deterministic, at a cost in speed."""

@@ -15,13 +15,13 @@ class RunConfig:
     """Run folder, or s3://BUCKET/PREFIX. Resumed if it has a checkpoint."""
     store: str = ""
     """Address in an object store, s3:// or gs://, to which run.dir is uploaded, and from which it
-    is downloaded where it is missing (docs/object_stores.md). Empty: none."""
+    is downloaded where it is missing (docs/reliability.md). Empty: none."""
     init_from: str = ""
     """Run, published model or name on the Hugging Face Hub (org/model@revision) to take the initial
     weights from. Empty: random initialization."""
     init_changes: tuple[Literal["mixer.rope.theta", "mixer.rope.scaling", "mixer.window"], ...] = ()
     """Fields of layers that may differ from those of init_from, such as mixer.rope.theta for a
-    longer context (docs/long_context.md). Empty: none."""
+    longer context (docs/architectures.md). Empty: none."""
     cpu_devices: Annotated[int, Range(0, MAX_CPU_DEVICES)] = 0
     """Number of CPU devices to simulate in this process. 0: use the devices that JAX finds."""
     xla_flags: Literal["auto", "none"] = "auto"

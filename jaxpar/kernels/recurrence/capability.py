@@ -48,7 +48,7 @@ class TritonLimits:
 TRITON = TritonLimits("9.0", ("bfloat16",), (32, 64), (64, 128), 64)
 
 #: Kinds of GPUs on which `scripts/measure/recurrence_table.py` found the kernels faster than the
-#: reference, forward and backward (docs/experiments/hybrid.md).
+#: reference, forward and backward (docs/experiments.md).
 MEASURED_FASTER: tuple[str, ...] = ("NVIDIA H200", "NVIDIA H100 80GB HBM3")
 
 

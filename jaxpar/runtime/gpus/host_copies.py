@@ -2,7 +2,7 @@
 
 XLA pins memory only by its own allocator. That takes up to twice what is needed, faults the pages
 in one by one while it pins them (1 to 2.5 GB/s), and holds up all other use of the GPUs meanwhile.
-Memory whose pages are there already is pinned at 44 GB/s (docs/experiments/checkpoints.md).
+Memory whose pages are there already is pinned at 44 GB/s (docs/experiments.md).
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Checks whether a machine is fit for training: `python -m jaxpar.doctor`.
 
-docs/doctor.md explains each check.
+docs/troubleshooting.md explains each check.
 
 facts             what a process reads about its host
 measure/          verifies collectives; times collectives, pairs of devices and matmuls

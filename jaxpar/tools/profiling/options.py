@@ -39,7 +39,7 @@ class BenchOptions:
 
     Runs the train step of a config on its data, from fresh weights, without checkpoints or
     evaluation, and then a few more steps under the profiler. Prints the figures, and writes them to
-    a card: a JSON file that also has the conditions of the measurement. docs/benchmarking.md
+    a card: a JSON file that also has the conditions of the measurement. docs/profiling.md
     explains each figure. SIGTERM or Ctrl-C ends the steps: the card then has those so far, and says
     so.
     """

@@ -116,7 +116,7 @@ def errors_of(cfg: Config, expert_dim: int) -> dict[str, float]:
 def _inputs(cfg: Config, E: int, key: jax.Array):
     """Draw tokens, weights, matrices with biases and gradients, and each token's experts.
 
-    On the device: a host is slow to draw the widest matrices (docs/experiments/startup.md).
+    On the device: a host is slow to draw the widest matrices (docs/experiments.md).
     """
     of, keys = _experts(cfg.model), iter(jax.random.split(key, 16))
     D, F = cfg.model.d_model, of.expert.d_ff // cfg.parallel.tensor

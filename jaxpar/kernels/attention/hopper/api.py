@@ -31,7 +31,7 @@ from jaxpar.kernels.attention.tiles import (
 #: Number of CTAs of the forward: four per multiprocessor. One per multiprocessor is as fast without
 #: communication. But if NCCL occupies some multiprocessors, their CTAs would wait until it ends and
 #: then do a full share of the work while the others idle
-#: (docs/experiments/attention.md#persistent-ctas).
+#: (docs/experiments.md#persistent-ctas).
 CTAS = 4 * MULTIPROCESSORS
 
 

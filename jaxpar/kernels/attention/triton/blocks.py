@@ -49,7 +49,7 @@ class TritonBackward:
 
 #: By largest head dim, for the 227 KiB of shared memory of Hopper and of data-center Blackwell. The
 #: first of 64 and of 128 were the fastest at causal shapes on an H100
-#: (docs/experiments/attention.md#triton); those of 256 are not measured.
+#: (docs/experiments.md#triton); those of 256 are not measured.
 _LARGE_FORWARD = {
     64: [
         TritonForward(128, 64, 8, 3, heads=2),

@@ -24,7 +24,7 @@ from jaxpar.kernels.recurrence.triton.within import pair_gradients, within_chunk
 
 #: Most columns of V that a program has at a time: of the sequential kernels, whose programs should
 #: fill a GPU, of `outputs`, and of the backward's others, by whether V is more than 128: a program
-#: then loads several blocks. The fastest on an H200 (docs/experiments/hybrid.md).
+#: then loads several blocks. The fastest on an H200 (docs/experiments.md).
 STATE_COLUMNS, OUT_COLUMNS, GRADIENT_COLUMNS = 32, 128, {False: 128, True: 64}
 
 

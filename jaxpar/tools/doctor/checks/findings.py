@@ -11,7 +11,7 @@ type Status = Literal["pass", "warn", "fail", "skip"]
 class Finding:
     """One line of the checklist.
 
-    check    name of the check, as in docs/doctor.md.
+    check    name of the check, as in docs/troubleshooting.md.
     said     what was found, with the values.
     remedy   what to do about it; empty if the check passed.
     where    the processes it applies to, such as "process 3 (gpu07)"; empty means all.

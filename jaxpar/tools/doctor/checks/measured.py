@@ -12,14 +12,14 @@ from jaxpar.tools.doctor.measure.links import ACROSS, WITHIN, HostRow, Link
 
 #: Shares of what a healthy GPU of the kind reaches (prediction/hardware.py) below which a rate is
 #: low, or far too low. A matmul repeated for seconds reached 0.92 to 0.98 of it
-#: (docs/experiments/matmuls.md#power-limit).
+#: (docs/experiments.md#power-limit).
 LOW, FAR_TOO_LOW = 0.85, 0.6
 
 #: A GPU below this share of the other GPUs' median is slow.
 SLOW_GPU = 0.92
 
 #: Share of NVLink's speed by the data sheet that large collectives should reach; two healthy
-#: H200s reached 0.57 to 0.60 (docs/doctor.md), without NVLink multicast.
+#: H200s reached 0.57 to 0.60 (docs/troubleshooting.md), without NVLink multicast.
 OF_NVLINK = 0.5
 
 #: Bytes of a message that fills NVLink.

@@ -4,7 +4,7 @@ A program makes many calls of one collective. Between two calls, one element of 
 written into the operand. The next call therefore depends on the previous one, and the compiler can
 remove none; the compiled program is checked for that. On a GPU this adds a kernel of about two
 microseconds to each call. A training step also runs kernels between its collectives. Small messages
-take as long as the host needs to launch a call (docs/experiments/small_collectives.md).
+take as long as the host needs to launch a call (docs/experiments.md).
 """
 
 import functools
