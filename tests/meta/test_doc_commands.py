@@ -77,7 +77,7 @@ def read(words: list[str]) -> bool:
         case ["echo", _, "|", *rest]:
             return read(rest)
         case ["sh", script, *_] if script.startswith("scripts/recipes/"):
-            return (ROOT / script).is_file()  # its options: tests/recipes
+            return (ROOT / script).is_file()  # its options: tests/e2e/test_recipes.py
         case ["make", *_] | ["mkdir", "-p", _]:
             return True  # targets: test_repository.py
     return False
