@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh
 
-from jaxpar.checkpoint.loading import restore_params
 from jaxpar.checkpoint.saved import CARRIED, MODEL_FIELDS, Saved, read_saved, saved_config
 from jaxpar.config import Config, ConfigError, LoraConfig, flag, replace, value_of
 from jaxpar.config.addresses import may_change
@@ -131,6 +130,8 @@ def state(cfg: Config, mesh: Mesh, origin: Origin | None, log: Callable[[str], N
             params = to_running(TrainState((), logical, ()), cfg).params
     else:
         there = replace(cfg, lora=origin.lora)
+        from jaxpar.checkpoint.loading import restore_params
+
         params = restore_params(origin.folder, there, mesh, origin.step)
         params = adapters.merge(params, there, mesh)
     return state_of(adapters.add_fresh(params, cfg, mesh), cfg, mesh)

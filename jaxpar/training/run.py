@@ -12,7 +12,6 @@ import jax
 from jax.sharding import Mesh
 
 from jaxpar.checkpoint.integrity import Damaged
-from jaxpar.checkpoint.loading import check_resumable, restore_latest
 from jaxpar.checkpoint.saved import Saved, changed_fields, read_saved, starting_step
 from jaxpar.components.experts import experts_in
 from jaxpar.config import Config, ConfigError, layers
@@ -134,6 +133,8 @@ class Run:
         changed: dict[str, tuple[Any, Any]] = {}
         if saved is not None:
             shape_of = copies[0].shapes.__getitem__ if copies else None
+            from jaxpar.checkpoint.loading import check_resumable
+
             check_resumable(cfg, saved, shape_of)
             changed = {
                 path: values
@@ -306,6 +307,8 @@ class Run:
         if self.on_disk is None:
             origin = self.initial.again()
             return Start(initial_weights.state(self.cfg, self.mesh, origin, log)), "nothing"
+        from jaxpar.checkpoint.loading import restore_latest
+
         state, step = restore_latest(self.cfg, self.mesh)
         return Start(state, step, read_saved(self.dir, step)), "checkpoint"
 

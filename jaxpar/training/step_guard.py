@@ -15,7 +15,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jaxpar.checkpoint.loading import restore_latest
 from jaxpar.checkpoint.saved import saved_steps
 from jaxpar.config import Config, ConfigError
 from jaxpar.config.lists.step_sizes import sequences_before
@@ -196,6 +195,8 @@ def rewind(
         write_skipped(Path(cfg.run.dir), loader.skipped)
     step: int | None = None
     if steps:
+        from jaxpar.checkpoint.loading import restore_latest
+
         state, step = restore_latest(cfg, mesh)
     else:
         state = initial_weights.state(cfg, mesh, origin(), log)
