@@ -38,11 +38,14 @@ OPTIONS = TrainOptions
 
 def main(options: TrainOptions) -> int:
     """Train to the end of the run."""
-    from jaxpar.runtime import exit_codes
-    from jaxpar.runtime.processes import peers, rendezvous
-    from jaxpar.training import first_run
-    from jaxpar.training.callbacks import own
-    from jaxpar.training.start import run_to_end
+    from jaxpar.runtime.stages import stage
+
+    with stage("importing JAX"):
+        from jaxpar.runtime import exit_codes
+        from jaxpar.runtime.processes import peers, rendezvous
+        from jaxpar.training import first_run
+        from jaxpar.training.callbacks import own
+        from jaxpar.training.start import run_to_end
 
     arguments = options.config
     if is_address(arguments.name):
