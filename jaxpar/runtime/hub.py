@@ -76,7 +76,7 @@ def _download(
     model: str, revision: str | None, files: Sequence[str], text: str, option: str
 ) -> Path:
     with reaching(
-        model, revision, text, option, f"is no path on this host, and on the Hub {model}"
+        model, revision, text, option, f"is not a path on this host; on the Hub, {model}"
     ):
         from huggingface_hub import snapshot_download
 
@@ -121,7 +121,7 @@ def reaching(
         fix = f"correct the path or the name; for a private {kind}, log in with `hf auth login`"
         raise ConfigError(option, text, f"{here} does not exist, or is private", fix) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        rule = f"{here} cannot be reached, and is not in the cache of this host"
+        rule = f"{here} cannot be reached, and the cache of this host does not have it"
         raise ConfigError(option, text, rule, f"correct the path, or {fix}") from error
     except (errors.HfHubHTTPError, OSError) as error:
         why = " ".join(str(error).split())[:200]
