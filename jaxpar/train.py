@@ -69,12 +69,14 @@ def main(options: TrainOptions) -> int:
 
 def show_first_run(cfg: Config) -> None:
     """Print a sample of the model, and where everything is."""
-    from jaxpar.inference.options import SampleOptions
+    from jaxpar.inference.options import SampleOptions, Sampling
     from jaxpar.inference.sample import sample
     from jaxpar.training import first_run
 
     print("\nA sample:", flush=True)
-    sample(SampleOptions(run=cfg.run.dir, prompt=("import ",), max_tokens=300, save=True))
+    # Leaving out what is unlikely makes the text of a small model easier to read.
+    how = {"max_tokens": 240, "save": True, "sampling": Sampling(top_p=0.95)}
+    sample(SampleOptions(run=cfg.run.dir, prompt=("def __init__(self, ",), **how))
     first_run.report(Path(cfg.run.dir), Path(cfg.data.path))
 
 
