@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxpar.config import ConfigError
+from jaxpar.config.command_line import as_called
 
 #: Names of models on the Hub. A relative path of two parts has the same form.
 NAME = re.compile(r"(?P<model>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?", re.ASCII)
@@ -65,6 +66,9 @@ def find(text: str, option: str, files: Sequence[str], rule: str, fix: str) -> S
     """
     if Path(text).exists():
         return Snapshot(Path(text), text)
+    if text.startswith("runs/"):
+        fix = as_called("use one of `python -m jaxpar.report --list runs`")
+        raise ConfigError(option, text, "does not exist", fix)
     found = named(text)
     if found is None:
         raise ConfigError(option, text, rule, fix)
