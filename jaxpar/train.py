@@ -75,8 +75,9 @@ def show_first_run(cfg: Config) -> None:
 
     print("\nA sample:", flush=True)
     # Leaving out what is unlikely makes the text of a small model easier to read.
-    how = {"max_tokens": 240, "save": True, "sampling": Sampling(top_p=0.95)}
-    sample(SampleOptions(run=cfg.run.dir, prompt=("def __init__(self, ",), **how))
+    how = Sampling(top_p=0.95)
+    prompt = ("def __init__(self, ",)
+    sample(SampleOptions(run=cfg.run.dir, prompt=prompt, max_tokens=240, save=True, sampling=how))
     first_run.report(Path(cfg.run.dir), Path(cfg.data.path))
 
 

@@ -207,7 +207,7 @@ def no_config(name: str, rule: str = "is not a config") -> ConfigError:
     elif is_file:
         fix = "correct the path, or use a config of jaxpar; --help lists them"
     else:
-        fix = f"{KNOWN}; for a published model, --from {name}"
+        fix = KNOWN + f"; for a published model, --from {name}" * (not name.startswith("runs/"))
     return ConfigError("CONFIG", name, "does not exist" if is_file else rule, fix)
 
 

@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from jaxpar.config.errors import ConfigError
 from jaxpar.config.options import TO_ADDRESS, Argument, Range
@@ -51,8 +51,9 @@ class _OutputOptions:
     output's folder (pip install 'jaxpar[ray]')."""
 
     def __post_init__(self) -> None:
+        given: Any = self  # each kind declares its inputs
         if not self.output:
-            object.__setattr__(self, "output", f"data/{_name_of(self.input)}")
+            object.__setattr__(self, "output", f"data/{_name_of(given.input)}")
 
 
 @dataclass(frozen=True, kw_only=True)

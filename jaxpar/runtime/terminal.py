@@ -133,7 +133,7 @@ def drawing() -> Iterator[None]:
         yield
 
 
-def console(*, stderr: bool = False, **options: Any) -> "Console":
+def console(*, stderr: bool = False, **more: Any) -> "Console":
     """Make a rich console, which draws, and shows control characters of texts as escapes."""
     from rich.console import Console
     from rich.highlighter import RegexHighlighter
@@ -144,12 +144,12 @@ def console(*, stderr: bool = False, **options: Any) -> "Console":
         highlights: ClassVar = [*WORDS]
 
     name = "stderr" if stderr else "stdout"
+    options: dict[str, Any] = {"file": _Drawn(name, above=True), "highlighter": Words()}
     if "JPY_PARENT_PID" in os.environ and not getattr(sys, name).isatty():
         # A notebook: plain lines, which rich would show as HTML.
         options |= {"force_jupyter": False, "force_terminal": False}
     theme = Theme({f"jaxpar.{word}": style for word, style in STYLES.items()})
-    options = {"file": _Drawn(name, above=True), "highlighter": Words()} | options
-    made = Console(stderr=stderr, theme=theme, emoji=False, **options)
+    made = Console(stderr=stderr, theme=theme, emoji=False, **(options | more))
     made.push_render_hook(cast(Any, EscapeTexts()))
     return made
 
