@@ -7,6 +7,7 @@ PIP := $(PY) -m pip --quiet --disable-pip-version-check
 # come in the order of tests/conftest.py, the longest first: none is left for the end, when the
 # other processes have nothing to do.
 WORKERS := -n logical --maxprocesses 16 --dist loadfile --no-loadscope-reorder
+CONSTRAINTS := constraints.txt
 INSTALLED := $(VENV)/.installed
 INSTALLED_GPU := $(VENV)/.installed-gpu
 
@@ -86,6 +87,18 @@ docs: install ## Build the documentation as a site, into build/site
 docs-serve: install ## Show it at http://localhost:8000, with search
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs serve
 
+.PHONY: package
+package: install ## Build a wheel and an sdist in dist/, and check them
+	@$(PIP) install --no-compile twine
+	@$(PY) -m hatchling build --clean
+	@$(PY) -m twine check --strict dist/*
+
+.PHONY: constraints
+constraints: | venv ## Install the newest versions, and write them to constraints.txt
+	@$(PIP) install --no-compile --upgrade --upgrade-strategy eager -e '.[test]'
+	@{ echo "# Versions of the packages that make installs. Renew: make constraints"; \
+	  $(PIP) freeze --exclude-editable | grep -vE '^(jax-cuda|nvidia-[^m])'; } > $(CONSTRAINTS)
+
 .PHONY: clean
 clean: ## Remove .venv and every cache; runs/ and data/ stay
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
@@ -104,14 +117,14 @@ venv:
 	  "$$python" -m venv --clear $(VENV); }
 
 # Python compiles a module when it is first imported; pip would compile all 14,000, one by one.
-$(INSTALLED): pyproject.toml | venv
+$(INSTALLED): pyproject.toml $(CONSTRAINTS) | venv
 	@echo "==> Installing jaxpar and its dependencies (about 2 GB; a minute or two the first time)"
-	@$(PIP) install --no-compile -e '.[test]'
+	@$(PIP) install --no-compile -c $(CONSTRAINTS) -e '.[test]'
 	@$(PY) -c "import jax, sys; print('    Python', sys.version.split()[0], 'with JAX', jax.__version__)"
 	@touch $@
 
-$(INSTALLED_GPU): pyproject.toml | venv
+$(INSTALLED_GPU): pyproject.toml $(CONSTRAINTS) | venv
 	@echo "==> Installing jaxpar and its dependencies with CUDA 13 (several GB the first time)"
-	@$(PIP) install --no-compile -e '.[test,cuda13]'
+	@$(PIP) install --no-compile -c $(CONSTRAINTS) -e '.[test,cuda13]'
 	@$(PY) -c "import jax, sys; print('    Python', sys.version.split()[0], 'with JAX', jax.__version__, 'on', jax.devices())"
 	@touch $(INSTALLED) $@

@@ -38,11 +38,14 @@ OPTIONS = TrainOptions
 
 def main(options: TrainOptions) -> int:
     """Train to the end of the run."""
-    from jaxpar.runtime import exit_codes
-    from jaxpar.runtime.processes import peers, rendezvous
-    from jaxpar.training import first_run
-    from jaxpar.training.callbacks import own
-    from jaxpar.training.start import run_to_end
+    from jaxpar.runtime.stages import stage
+
+    with stage("importing JAX"):
+        from jaxpar.runtime import exit_codes
+        from jaxpar.runtime.processes import peers, rendezvous
+        from jaxpar.training import first_run
+        from jaxpar.training.callbacks import own
+        from jaxpar.training.start import run_to_end
 
     arguments = options.config
     if is_address(arguments.name):
@@ -66,12 +69,15 @@ def main(options: TrainOptions) -> int:
 
 def show_first_run(cfg: Config) -> None:
     """Print a sample of the model, and where everything is."""
-    from jaxpar.inference.options import SampleOptions
+    from jaxpar.inference.options import SampleOptions, Sampling
     from jaxpar.inference.sample import sample
     from jaxpar.training import first_run
 
     print("\nA sample:", flush=True)
-    sample(SampleOptions(run=cfg.run.dir, prompt=("import ",), max_tokens=300, save=True))
+    # Leaving out what is unlikely makes the text of a small model easier to read.
+    how = Sampling(top_p=0.95)
+    prompt = ("def __init__(self, ",)
+    sample(SampleOptions(run=cfg.run.dir, prompt=prompt, max_tokens=240, save=True, sampling=how))
     first_run.report(Path(cfg.run.dir), Path(cfg.data.path))
 
 

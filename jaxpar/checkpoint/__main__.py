@@ -4,11 +4,13 @@ Or start another run from one of them: branch RUN NEW. Or average several: avera
 repeat a step of the run: replay RUN --step N.
 """
 
+import shlex
 from dataclasses import dataclass
 from typing import Annotated
 
 from jaxpar import commands
 from jaxpar.certification.options import ReplayOptions
+from jaxpar.config.command_line import as_called
 from jaxpar.config.options import OR_ADDRESS, Argument, Range
 from jaxpar.config.rules.limits import STEP
 from jaxpar.config.rules.paths import is_address
@@ -101,7 +103,9 @@ def main(options: Ls | Verify | BranchOff | Average | ReplayOptions) -> int:
                 return exit_codes.EXIT_ERROR
         case BranchOff(run=run, new=new, step=step):
             at = branch(run, new, step, log)
-            log(f"continue   python -m jaxpar.train CONFIG --run.dir {new}, beyond step {at}")
+            more = f"--run.dir {shlex.quote(new)} --train.num-steps {2 * at}"
+            train = f"python -m jaxpar.train {shlex.quote(run)} {more}"
+            log(f"continue   {as_called(train)}")
         case Average(run=run, new=new, last=last, steps=steps, weights=weights):
             average(run, new, log, steps=steps, last=last, weights=weights)
             log(f"use        python -m jaxpar.sample {new}, or --run.init-from {new}")

@@ -12,12 +12,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from jaxpar.config import Config, ConfigError, default_of, flag, replace, value_of
 from jaxpar.config.addresses import addresses_layers, with_addressed
 from jaxpar.config.code import take_code, with_code
-from jaxpar.config.config_file import known_configs, load_config, with_arguments
+from jaxpar.config.config_file import KNOWN, known_configs, load_config, with_arguments
 from jaxpar.config.errors import joined
 from jaxpar.config.explain import collected
 from jaxpar.config.fields import field_types, leaf_paths, unknown_field
@@ -203,12 +203,12 @@ def _with_length(cfg: Config, given: set[str]) -> Config:
 
 def _pairs(args: Sequence[str], cfg: Config) -> Iterator[tuple[str, str]]:
     """Yield (path, text) for each `--section.field text`, with "=" or a space."""
-    rest = iter(args)
+    rest, before = iter(args), ("", "")
     for arg in rest:
         name, given, text = arg.removeprefix("--").partition("=")
         path = name.replace("-", "_")
         if not arg.startswith("--"):
-            raise _no_option(arg, path, text)
+            raise _no_option(arg, path, text, before)
         if not given:
             text = next(rest, "--")
         missing = not given and text.startswith("--")
@@ -225,6 +225,7 @@ def _pairs(args: Sequence[str], cfg: Config) -> Iterator[tuple[str, str]]:
         if missing:
             leaf = next(leaf for leaf in leaf_paths() if leaf.startswith(path))
             raise ConfigError(path, "", "needs a value", f"use {flag(leaf, default_of(leaf))}")
+        before = path, text
         yield path, text
 
 
@@ -235,8 +236,7 @@ def _missing_config(args: Sequence[str], program: str) -> ConfigError:
     if meant:
         others = [shlex.quote(arg) for arg in args if arg not in (meant, *_NOT_OPTIONS)]
         return ConfigError("CONFIG", "", rule, f"use {' '.join([program, meant, *others])}")
-    known = f"{known_configs()}, a .py file, or a run folder"
-    return ConfigError("CONFIG", "", rule, f"use one of {known}, as in: {program} quickstart")
+    return ConfigError("CONFIG", "", rule, f"{KNOWN}, as in: {program} quickstart")
 
 
 #: Options of other programs whose value is a config or a run here.
@@ -248,13 +248,19 @@ def _is_config(arg: str) -> bool:
     return arg in known_configs().split(", ") or (Path(arg) / "config.json").is_file()
 
 
-def _no_option(arg: str, path: str, text: str) -> ConfigError:
-    """Return the error for an argument without dashes, perhaps in the style of another program."""
+def _no_option(arg: str, path: str, text: str, before: tuple[str, str]) -> ConfigError:
+    """Return the error for an argument without dashes, perhaps in the style of another program.
+
+    Args:     before: the path and the text of the option before it.
+    """
     rule, path = "is not --section.field value", path.lstrip("+-")
     if path in field_types() and text:
         return ConfigError("command line", arg, rule, f"use {flag(path, text)}")
     if text:
         return unknown_field(path, text, lambda known: flag(known, text))
+    if get_origin(field_types().get(before[0])) is tuple:
+        rule, fix = "is no option", f"use {flag(before[0], f'{before[1]},{arg}')}"
+        return ConfigError("command line", arg, rule, fix)
     return ConfigError("command line", arg, rule, "see --help")
 
 

@@ -39,6 +39,10 @@ def place_of(folder: str) -> Path:
 CONFIGS = place_of("configs")
 
 
+#: The fix for what is no config.
+KNOWN = "use a config such as quickstart (--help lists all), a .py file or the folder of a run"
+
+
 def known_configs() -> str:
     """Return the names of the configs that come with jaxpar."""
     names = (path.relative_to(CONFIGS).with_suffix("") for path in CONFIGS.rglob("*.py"))
@@ -63,7 +67,7 @@ def load_config(name: str) -> Config:
     with _naming_the_line(name, path):
         cfg = _get_config(name)(**arguments)
     if not isinstance(cfg, Config):
-        rule = f"must return a Config from get_config(), not a {type(cfg).__name__}"
+        rule = f"must return a Config from get_config(), not {type(cfg).__name__}"
         raise ConfigError("CONFIG", name, rule, f"see {_example()}")
     return cfg
 
@@ -196,17 +200,15 @@ def _module(path: Path, text: bytes) -> Any:
 
 def no_config(name: str, rule: str = "is not a config") -> ConfigError:
     """Return the error for what is no config, with the names that are most similar to it."""
-    if name.endswith(".py"):
-        rule, known = "does not exist", "the path of a config file"
-        return ConfigError("CONFIG", name, rule, f"use {known}, or one of {known_configs()}")
-    names = known_configs().split(", ")
-    plain = name.lower().replace("-", "_")
-    near = get_close_matches(plain, names, n=3)
-    if near:
+    is_file = name.endswith(".py")
+    plain = name.lower().replace("-", "_").removesuffix(".py")
+    if near := get_close_matches(plain, known_configs().split(", "), n=3):
         fix = f"use {', or '.join(near)}; --help lists all"
+    elif is_file:
+        fix = "correct the path, or use a config of jaxpar; --help lists them"
     else:
-        fix = f"use one of {', '.join(names)}, a .py file, or a run folder"
-    return ConfigError("CONFIG", name, rule, fix)
+        fix = KNOWN + f"; for a published model, --from {name}" * (not name.startswith("runs/"))
+    return ConfigError("CONFIG", name, "does not exist" if is_file else rule, fix)
 
 
 def _example() -> str:
@@ -223,15 +225,17 @@ def _naming_the_line(name: str, path: Path) -> Iterator[None]:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        if isinstance(error, SyntaxError) and error.filename == str(path):
+        if isinstance(error, SyntaxError) and error.filename in (str(path), str(path.resolve())):
             line, reason = error.lineno, error.msg
         else:
             frames = traceback.extract_tb(error.__traceback__)
-            lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+            names = (str(path), str(path.resolve()))
+            lines = [frame.lineno for frame in frames if frame.filename in names]
             line, reason = lines[-1] if lines else None, str(error)
-        where = f"line {line}" if line else "the file"
-        rule = f"fails at {where}: {type(error).__name__}: {' '.join(reason.split())}"
-        fix = f"correct {where}; for an example, see {_example()}"
+        where = f" at line {line}" if line else ""
+        reason = " ".join(reason.split()).rstrip("?.")
+        rule = f"fails{where}: {type(error).__name__}: {reason}"
+        fix = f"correct it; for an example, see {_example()}"
         raise ConfigError("CONFIG", name, rule, fix) from error
 
 
@@ -250,8 +254,7 @@ def load_run(folder: str) -> Config:
     saved = Path(folder) / "config.json"
     if not saved.is_file():
         rule = "is not a run folder: it has no config.json"
-        fix = f"use a run folder, a .py file, or one of {known_configs()}"
-        raise ConfigError("CONFIG", folder, rule, fix)
+        raise ConfigError("CONFIG", folder, rule, KNOWN)
     try:
         values = read_json(saved, what="it")
     except UnreadableJson as error:

@@ -151,8 +151,8 @@ def _read(form: type, argv: Sequence[str], program: str) -> Any:
             place[one.field] = _value(one, texts[one.field])
         elif one.required:
             names = (x.argument for x in declared(form) if x.argument)
-            more = " ".join(names) if one.argument else shlex.join(argv) + f" {one.example()}"
-            raise ConfigError(one.name, "", "is missing", f"use {program} {more}")
+            more = [*names] if one.argument else [*map(shlex.quote, argv), one.example()]
+            raise ConfigError(one.name, "", "is missing", f"use {' '.join([program, *more])}")
     if arguments:
         rule = "is one argument too many"
         raise ConfigError("command line", arguments[0], rule, f"see {program} --help")
@@ -183,6 +183,7 @@ def _sorted(
     options = _options(form)
     arguments, texts, overrides = list[str](), dict[str, list[str]](), list[str]()
     words = list(argv)
+    takes_one = config_field(form) is not None and not only_fields(form)
     while words:
         word = words.pop(0)
         name, given, text = word.partition("=")
@@ -199,7 +200,8 @@ def _sorted(
                 raise ConfigError(one.name, "", "needs a value", f"use {one.example()}")
             texts[one.field] = [*texts.get(one.field, []), *found] if one.takes_several else found
         elif not word.startswith("-") or _is_number(word):
-            arguments.append(word)
+            # After CONFIG there is none: the error names the option that it follows.
+            (overrides if takes_one and arguments else arguments).append(word)
         elif config_field(form) is None or _is_misspelled(name, options):
             raise _unknown(word, name, options, program)
         else:

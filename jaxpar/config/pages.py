@@ -27,7 +27,7 @@ def show(name: str, called: str) -> None:
     wanted = name.removeprefix("docs/").removesuffix(".md").replace("-", "_")
     if wanted not in known:
         near = difflib.get_close_matches(wanted, known, n=3)
-        fix = f"use {called} --help {near[0]}" if near else f"use one of {', '.join(known)}"
+        fix = f"use {called} --help {near[0]}" if near else f"use {called} --help index"
         raise ConfigError("PAGE", name, "is not a page of the documentation", fix)
     text = PAGES[wanted]() if wanted in PAGES else written[wanted].read_text("utf-8")
     if not sys.stdout.isatty():

@@ -1,5 +1,6 @@
 """The work of `python -m jaxpar.data`."""
 
+import shlex
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from jaxpar.data.prepare.progress import console_progress
 from jaxpar.data.prepare.records_command import prepare_records
 from jaxpar.data.prepare.text import prepare
 from jaxpar.data.stream.reframe import reframe
+from jaxpar.runtime.hub import is_name
 from jaxpar.runtime.stages import stage
 from jaxpar.runtime.units import size
 
@@ -38,13 +40,18 @@ from jaxpar.runtime.units import size
 SEQ_LEN = 256
 
 
-def train_command(output: str, meta: Meta) -> str:
+def train_command(output: str, meta: Meta, model: str = "") -> str:
     """Return the command that trains a small model on a dataset that was written.
 
-    Args:     output: the dataset's folder or address, as given.
+    Args:
+        output: the dataset's folder or address, as given.
+        model: fine-tune this published model instead.
     """
     name = output.rstrip("/").rpartition("/")[2]
     flags = [flag("run.dir", f"runs/{name}"), flag("data.path", output)]
+    if model:
+        flags += switches_for(PAIRS)[:1] if meta.kind == PAIRS else []
+        return f"python -m jaxpar.train --from {shlex.quote(model)} {' '.join(flags)}"
     flags.append(flag("model.vocab_size", -(-meta.vocab_size // 128) * 128))
     seq_len = _seq_len(output, meta)
     if seq_len != SEQ_LEN:
@@ -103,6 +110,14 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _model_of(options: PrepareOptions | PrepareChatOptions | PreparePairsOptions) -> str:
+    """Return the published model whose tokenizer conversations and pairs have: to fine-tune it."""
+    if isinstance(options, PrepareOptions):
+        return ""
+    published = is_name(options.tokenizer) or (Path(options.tokenizer) / "config.json").is_file()
+    return options.tokenizer if published else ""
+
+
 def _summary(
     options: PrepareOptions | PrepareChatOptions | PreparePairsOptions, meta: Meta | None
 ) -> str:
@@ -120,6 +135,6 @@ def _summary(
     lines += [
         f"  a document ends with {meta.eos_token}",
         f"  loss of predicting only token frequencies: {meta.unigram_entropy:.3f}",
-        f"train on it: {as_called(train_command(options.output, meta))}",
+        f"train on it: {as_called(train_command(options.output, meta, _model_of(options)))}",
     ]
     return "\n".join(lines)

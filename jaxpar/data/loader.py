@@ -454,6 +454,8 @@ def check_vocabulary(cfg: Config, dataset: TokenDataset) -> None:
         if dataset.meta is None:
             rule = f"must be above token id {needed - 1}, which is in {dataset.files[0]}"
         fix = f"use --model.vocab-size {-(-needed // 128) * 128}"
+        if cfg.run.init_from:  # whose weights have a vocabulary
+            fix = f"prepare the text with the tokenizer of {cfg.run.init_from}"
         raise ConfigError("model.vocab_size", cfg.model.vocab_size, rule, fix)
 
 

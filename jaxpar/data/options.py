@@ -2,8 +2,9 @@
 
 import os
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+from jaxpar.config.errors import ConfigError
 from jaxpar.config.options import TO_ADDRESS, Argument, Range
 from jaxpar.config.rules.limits import TOKEN_ID
 
@@ -11,12 +12,21 @@ from jaxpar.config.rules.limits import TOKEN_ID
 HOLDOUT = 0.02
 
 
+def _name_of(inputs: tuple[str, ...]) -> str:
+    """Return the name of the only input, without its folder and its endings."""
+    last = inputs[0].removeprefix("hf:").rstrip("/").rpartition("/")[2] if len(inputs) == 1 else ""
+    if name := last.partition(":")[0].partition(".")[0]:
+        return name
+    raise ConfigError("--output", "", "is missing", "use --output data/NAME")
+
+
 @dataclass(frozen=True, kw_only=True)
 class _OutputOptions:
     """The folder to write, and its splits."""
 
-    output: Annotated[str, TO_ADDRESS]
-    """Folder to write, or s3://BUCKET/PREFIX. It appears only when it is complete."""
+    output: Annotated[str, TO_ADDRESS] = ""
+    """Folder to write, or s3://BUCKET/PREFIX. It appears only when it is complete. Empty: data/ and
+    the name of the input."""
     overwrite: bool = False
     """Replace an existing dataset in the output folder."""
     holdout: float = HOLDOUT
@@ -39,6 +49,11 @@ class _OutputOptions:
     engine: Literal["processes", "ray"] = "processes"
     """Where parts are written: in processes of this host, or on a Ray cluster that shares the
     output's folder (pip install 'jaxpar[ray]')."""
+
+    def __post_init__(self) -> None:
+        given: Any = self  # each kind declares its inputs
+        if not self.output:
+            object.__setattr__(self, "output", f"data/{_name_of(given.input)}")
 
 
 @dataclass(frozen=True, kw_only=True)

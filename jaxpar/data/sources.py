@@ -94,7 +94,11 @@ def _open(cfg: Config, field: str, path: str, split: str, whole: bool) -> TokenD
         dataset = open_tokens(place, split, eos_id, whole, False, workers, hints, trains=True)
     except ConfigError as error:
         value = path if is_address(path) else error.value
-        raise ConfigError(field, value, error.rule, error.fix) from error
+        fix, start = error.fix, cfg.run.init_from
+        if start and PREPARE in fix and not (Path(start) / "checkpoints").is_dir():
+            made = "python -m jaxpar.data prepare-chat --input CHATS.jsonl"
+            fix = f"create it with `{made} --tokenizer {start} --output {path}`, or set data.path"
+        raise ConfigError(field, value, error.rule, fix) from error
     except OSError as error:
         what = f"{error.filename or path} cannot be read: {error.strerror or error}"
         if error.errno not in FOR_GOOD:

@@ -137,7 +137,7 @@ def check(options: EvaluateOptions) -> None:
         if value is not None and options.split is None:
             raise ConfigError(f"--{name}", value, "needs --split", "use --split val")
     if not options.tasks and options.split is None:
-        rule, fix = "nothing is to be evaluated", "use --tasks NAME, or --split val"
+        rule, fix = "there is nothing to evaluate", "use --tasks NAME, or --split val"
         raise ConfigError("--tasks", "", rule, fix)
     if options.include_path is not None and not Path(options.include_path).is_dir():
         fix = "use the folder with the tasks' YAML files"

@@ -210,9 +210,24 @@ def _placed(cfg: Config, tensor: int, folder: str) -> tuple[Config, Mesh]:
     if len(devices) < tensor:
         rule = f"needs {tensor} devices, but there are {len(devices)}"
         raise ConfigError("--tensor", tensor, rule, f"use --tensor {len(devices)}")
-    cfg = resolve(cfg, tensor)
+    try:
+        cfg = resolve(cfg, tensor)
+    except ConfigError as error:
+        others = [n for n in range(tensor - 1, 0, -1) if _divides(cfg, n)]
+        if not others:
+            raise
+        rule, fix = "does not divide the model's heads and layers", f"use --tensor {others[0]}"
+        raise ConfigError("--tensor", tensor, rule, fix) from error
     check_weights(cfg, folder)
     return cfg, make_mesh(cfg.parallel, devices[:tensor])
+
+
+def _divides(cfg: Config, tensor: int) -> bool:
+    """Return whether the model can be placed on so many devices."""
+    with contextlib.suppress(ConfigError):
+        resolve(config_for_sampling(cfg, tensor), tensor)
+        return True
+    return False
 
 
 def _start(tensor: int, log: Callable[[str], None]) -> None:

@@ -9,7 +9,6 @@ import math
 import os
 import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import rich.progress
 
 from jaxpar.config import Config, LoraConfig, Model, value_of
 from jaxpar.config.lists.step_sizes import StepSize, StepSizes, step_sizes
@@ -31,7 +29,7 @@ from jaxpar.monitoring.metric_names import TableWriter
 from jaxpar.monitoring.routing import LoadsWriter, RoutingWriter
 from jaxpar.monitoring.sinks import Sinks
 from jaxpar.prediction.startup import Forecast
-from jaxpar.runtime import exit_codes, terminal
+from jaxpar.runtime import exit_codes, stages, terminal
 from jaxpar.runtime.files.append import Lines
 from jaxpar.runtime.gpus.peaks import peak_flops
 from jaxpar.runtime.processes import peers
@@ -83,19 +81,20 @@ class MetricsWriter:
         self.table = TableWriter(run_dir if jax.process_index() == 0 else None)
         self.loads = LoadsWriter(cfg, run_dir, first_step)
         self.routing = RoutingWriter(cfg, run_dir, order)
-        self.screen = Screen(cfg.train.num_steps, first_step, even=len(self.sizes.sizes) == 1)
         self.devices = jax.device_count()
         self.device_kind = jax.devices()[0].device_kind
         self.pending: tuple[int, Any] | None = None
         #: More values for the record of the pending step, which are not checked.
         self.added: Mapping[str, Any] = {}
         self.clock: float | None = None
+        #: Seconds of a step, for the live line.
+        self.pace: float | None = None
         self._clear()
         if first_step:
             self.write({"resumed_after_step": first_step})
         if forecast is not None:
             self.write(forecast.record())
-            self.screen.log(str(forecast))
+            peers.log(str(forecast))
 
     def _clear(self) -> None:
         self.seconds, self.steps, self.data_wait, self.device_wait = 0.0, 0, 0.0, 0.0
@@ -138,11 +137,26 @@ class MetricsWriter:
             self.seconds, self.steps = self.seconds + now - self.clock, self.steps + 1
             self.device_wait += waited
         self.clock = now
+        self._show_progress(step, values)
         if (step + 1) % self.cfg.train.log_every == 0 or step + 1 == self.cfg.train.num_steps:
             self._write_interval(step, values, added)
             self.loads.write(step + 1, expert_rows)
         if self.routing.write(step + 1, routing):
             self.clock = None  # it took time that is not the next step's
+
+    def _show_progress(self, step: int, values: dict[str, float]) -> None:
+        """Show a step in the live line, if there is a terminal."""
+        if terminal.screen() is None:
+            return
+        if self.steps:
+            self.pace = self.seconds / self.steps
+        parts = [f"step {step + 1}/{self.cfg.train.num_steps}"]
+        parts.append(f"loss {_shown(_finite(values['loss']), '.4f')}")
+        if self.pace is not None:
+            rate = self.sizes.at(step).tokens / self.pace / self.devices
+            left = duration(self._steps_left(step) * self.pace)
+            parts += [f"{rate:,.0f} tok/s/device", f"ETA {left}"]
+        stages.count(step + 1, self.cfg.train.num_steps, "   ".join(parts))
 
     def pause(self) -> None:
         """Exclude the time until the next step from the step times (evaluation, saving)."""
@@ -184,11 +198,11 @@ class MetricsWriter:
         record["memory_gib"] = peak_memory_gib()
         self._clear()
         self.write(record)
-        self.screen.step(record, self._steps_left(step))
+        peers.log(step_line(record, self.cfg.train.num_steps, self._steps_left(step)))
         if remark := remark_on_hosts(record):
-            self.screen.log(remark)
+            peers.log(remark)
         if self.forecast is not None and step + 1 == self.cfg.train.num_steps:
-            self.screen.log(self.forecast.beside(record))
+            peers.log(self.forecast.beside(record))
 
     def _steps_left(self, step: int) -> float:
         """Return the steps after this one, counted in steps of its size by their FLOPs."""
@@ -245,13 +259,12 @@ class MetricsWriter:
         """
         self.write({"step": step} | evaluations.record_of(scores) | _in_json(added))
         for line in evaluations.lines(scores):
-            self.screen.log(line)
+            peers.log(line)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        self.screen.close()
         self.file.close()
         self.loads.close()
         if self.gpus is not None:
@@ -267,49 +280,6 @@ def peak_memory_gib() -> float:
     if not peak:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return peak / 2**30
-
-
-class Screen:
-    """The console output: a progress bar and lines on a terminal, plain lines elsewhere."""
-
-    def __init__(self, num_steps: int, first_step: int, *, even: bool = True):
-        """Args:     even: all steps have one size, so that a bar of steps knows the rest."""
-        self.num_steps, self.first_step, self.even = num_steps, first_step, even
-        self.console = terminal.console(highlight=False, soft_wrap=True)
-        self.bar: rich.progress.Progress | None = None
-        if self.console.is_terminal and jax.process_index() == 0:
-            self._start_bar()
-
-    def _start_bar(self) -> None:
-        columns = (
-            rich.progress.TextColumn("step"),
-            rich.progress.MofNCompleteColumn(),
-            rich.progress.BarColumn(),
-            rich.progress.TaskProgressColumn(),
-            *(
-                (rich.progress.TextColumn("ETA"), rich.progress.TimeRemainingColumn())
-                if self.even
-                else ()
-            ),
-        )
-        self.bar = rich.progress.Progress(*columns, console=self.console, transient=True)
-        self.task = self.bar.add_task("", total=self.num_steps, completed=self.first_step)
-        self.bar.start()
-
-    def step(self, record: dict[str, Any], left: float) -> None:
-        if self.bar is not None:
-            self.bar.update(self.task, completed=record["step"])
-        shown = self.bar is None or not self.even
-        self.log(step_line(record, self.num_steps, left if shown else None))
-
-    def log(self, text: str) -> None:
-        if jax.process_index() == 0:
-            self.console.print(text, markup=False)
-            sys.stdout.flush()
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.stop()
 
 
 def step_line(record: dict[str, Any], num_steps: int, left: float | None) -> str:

@@ -79,7 +79,8 @@ def _parts(memory: MemoryForecast) -> str:
         "activations": memory.activations + memory.buffers,
         "the rest": memory.logits + memory.gathered,
     }
-    return ", ".join(f"{name} {size / GIB:,.1f}" for name, size in parts.items())
+    shown = {name: f"{size / GIB:,.1f}" for name, size in parts.items()}
+    return ", ".join(f"{name} {text}" for name, text in shown.items() if text != "0.0")
 
 
 # --------- Predicts a run's memory and step time, and compares them with the measurement at its end

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jaxpar.config import ConfigError
+from jaxpar.config.command_line import as_called
 
 #: Names of models on the Hub. A relative path of two parts has the same form.
 NAME = re.compile(r"(?P<model>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?", re.ASCII)
@@ -65,6 +66,9 @@ def find(text: str, option: str, files: Sequence[str], rule: str, fix: str) -> S
     """
     if Path(text).exists():
         return Snapshot(Path(text), text)
+    if text.startswith("runs/"):
+        fix = as_called("use one of `python -m jaxpar.report --list runs`")
+        raise ConfigError(option, text, "does not exist", fix)
     found = named(text)
     if found is None:
         raise ConfigError(option, text, rule, fix)
@@ -76,7 +80,7 @@ def _download(
     model: str, revision: str | None, files: Sequence[str], text: str, option: str
 ) -> Path:
     with reaching(
-        model, revision, text, option, f"is no path on this host, and on the Hub {model}"
+        model, revision, text, option, f"is not a path on this host; on the Hub, {model}"
     ):
         from huggingface_hub import snapshot_download
 
@@ -121,7 +125,7 @@ def reaching(
         fix = f"correct the path or the name; for a private {kind}, log in with `hf auth login`"
         raise ConfigError(option, text, f"{here} does not exist, or is private", fix) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        rule = f"{here} cannot be reached, and is not in the cache of this host"
+        rule = f"{here} cannot be reached, and the cache of this host does not have it"
         raise ConfigError(option, text, rule, f"correct the path, or {fix}") from error
     except (errors.HfHubHTTPError, OSError) as error:
         why = " ".join(str(error).split())[:200]

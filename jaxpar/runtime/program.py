@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from jaxpar.config import ConfigError
 from jaxpar.config.command_line import require_unicode
-from jaxpar.runtime import exit_codes
+from jaxpar.runtime import exit_codes, terminal
 from jaxpar.runtime.terminal import safe_streams
 
 #: Characters of a command line that an error shows.
@@ -112,6 +112,8 @@ def end_with(error: BaseException) -> NoReturn:
 
 def _leave(code: int, why: str) -> NoReturn:
     """End this process: record the reason, and leave the other processes."""
+    if "jaxpar.runtime.stages" in sys.modules:
+        sys.modules["jaxpar.runtime.stages"].end_live()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
@@ -128,7 +130,7 @@ def _leave(code: int, why: str) -> NoReturn:
 
 
 def _report(text: str, code: int) -> int:
-    print(text, file=sys.stderr)
+    terminal.say(text, stderr=True)
     return code
 
 

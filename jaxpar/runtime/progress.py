@@ -6,11 +6,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-import rich.progress
+from typing import TYPE_CHECKING
 
 from jaxpar.runtime import terminal
 from jaxpar.runtime.units import duration, size
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 #: Seconds between two log lines.
 LOG_EVERY = 10.0
@@ -21,7 +23,7 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 class Bar:
     """Bytes done, as a bar on a terminal, or as a line in a log every LOG_EVERY seconds."""
 
-    def __init__(self, drawn: rich.progress.Progress | None):
+    def __init__(self, drawn: "Progress | None"):
         self._drawn, self._next = drawn, time.monotonic() + LOG_EVERY
         self._task = None if drawn is None else drawn.add_task("", total=None, text="")
         #: Time and bytes when the first bytes were done.
@@ -80,18 +82,23 @@ class Meter:
 @contextmanager
 def bar() -> Iterator[Bar]:
     """Show a bar if stderr is a terminal, and lines otherwise."""
-    console = terminal.console(stderr=True)
-    if not console.is_terminal:
+    if not terminal.is_terminal(sys.stderr):
         yield Bar(None)
         return
+    from rich import progress
+
     columns = (
-        rich.progress.BarColumn(),
-        rich.progress.DownloadColumn(),
-        rich.progress.TransferSpeedColumn(),
-        rich.progress.TextColumn("{task.fields[text]}"),
-        rich.progress.TimeRemainingColumn(),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TextColumn("{task.fields[text]}"),
+        progress.TimeRemainingColumn(),
     )
-    with rich.progress.Progress(*columns, console=console, transient=True) as drawn:
+    screen = terminal.screen()
+    console = screen or terminal.console(stderr=True)
+    with progress.Progress(
+        *columns, console=console, transient=True, redirect_stdout=screen is not None
+    ) as drawn:
         yield Bar(drawn)
 
 

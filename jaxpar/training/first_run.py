@@ -3,14 +3,16 @@
 import math
 import shlex
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jaxpar.config import Config
 from jaxpar.config.config_file import load_config
 from jaxpar.config.validate import resolve
-from jaxpar.data.formats.meta import META_FILE, read_meta
+from jaxpar.data.formats.meta import META_FILE, Meta, read_meta
 from jaxpar.monitoring.goodput import process_age
 from jaxpar.prediction.startup import check_fits
 from jaxpar.runtime.files import json_lines
@@ -54,12 +56,32 @@ def prepare_quickstart(cfg: Config) -> bool:
     return True
 
 
+def learned(records: Iterable[Mapping[str, Any]], meta: Meta) -> str:
+    """Say what a loss means.
+
+    Args:
+        records: of metrics.jsonl.
+        meta: of the text.
+    """
+    last = {name: value for record in records for name, value in record.items()}
+    loss, text = last["loss"], "the training text"
+    if "held_out_loss" in last:
+        loss, text = last["held_out_loss"], "text that it has not seen"
+    known = (
+        "it has learned to use context" if loss < meta.unigram_entropy else "it needs more steps"
+    )
+    return (
+        f"What it learned: its loss on {text} is {loss:.2f}. Guessing has "
+        f"{math.log(meta.vocab_size):.2f},\nand knowing only how often each token occurs "
+        f"{meta.unigram_entropy:.2f}: {known}."
+    )
+
+
 def report(run_dir: Path, data: Path) -> None:
-    """Print the results, where they are, and the time since the process started: the clock from
-    which goodput counts."""
-    loss = [r["loss"] for r in json_lines.read(run_dir / "metrics.jsonl") if "loss" in r][-1]
-    entropy = read_meta(data).unigram_entropy
-    print(f"\nDone in {duration(process_age())}")
+    """Print what the model learned, where the results are, and the time since the process started:
+    the clock from which goodput counts."""
+    print(f"\n{learned(json_lines.read(run_dir / 'metrics.jsonl'), read_meta(data))}")
+    print(f"\nDone in {duration(process_age())}\n")
     places = {
         f"{data}/": "text as tokens",
         f"{run_dir}/config.json": "every setting of the run",
@@ -69,10 +91,6 @@ def report(run_dir: Path, data: Path) -> None:
     width = max(map(len, places))
     python, run = shlex.quote(sys.executable), shlex.quote(str(run_dir))
     lines = [
-        f"training loss at the end    {loss:.3f} nats per token ({loss / math.log(2):.2f} bits)",
-        f"unigram entropy of the text {entropy:.3f}: the loss of knowing only how often "
-        "each token occurs",
-        "",
         *(f"{place:<{width}}   {what}" for place, what in places.items()),
         "",
         f"Report:     {python} -m jaxpar.report {run}",

@@ -88,7 +88,7 @@ def find(cfg: Config, chosen: Chosen | None) -> Origin | None:
     published = place is None or (place / CONFIG_FILE).is_file() or hub.is_name(named)
     if not published:
         rule = "is neither a run with a checkpoint nor a folder with a config.json and .safetensors"
-        fix = "use such a folder, or leave run.init_from empty"
+        fix = "use such a folder, or org/model of the Hugging Face Hub"
         raise ConfigError(INITIAL, named, rule, fix)
     source = open_source(named, INITIAL)
     places = LayerPlaces.of(cfg, to_values(source.config))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import jax
 
 from jaxpar.checkpoint.saved import read_saved, saved_steps
+from jaxpar.config import flag
 from jaxpar.monitoring.goodput import (
     RESTORED,
     Recorder,
@@ -77,7 +78,8 @@ def train(run: Run, watch: Watchdog, records: RunRecords, store: "RunInStore | N
     Args:     records: of the run's folder. store: of a run that has one.
     """
     if run.first_step == run.cfg.train.num_steps:
-        log(f"already done: {run.dir}")
+        more = flag("train.num_steps", 2 * run.first_step)
+        log(f"already done: {run.dir}; {more} trains on")
         return exit_codes.EXIT_OK
     if (stopping := EarlyStopping(run.cfg, run.first_step, run.in_memory)).stops:
         log(f"already done: {run.dir}, stopped early: {stopping.describe()}")

@@ -147,9 +147,10 @@ def write(
     adapters = f"{size:,} parameters of adapters"
     adapters += f", rank {cfg.lora.rank} on {', '.join(cfg.lora.targets)}" if cfg.lora else ""
     hints = alignment_hints(cfg) if jax.default_backend() == "gpu" else []  # sizes slow on GPUs
+    kinds = {layer.name for layer in cfg.model.layers}
     rows = [
         ("model", f"{num_params(cfg.model):,} parameters, {cfg.compute.dtype}"),
-        ("layers", in_words_of_layers(cfg.model.layers)),
+        ("layers", in_words_of_layers(cfg.model.layers) if len(kinds) > 1 else ""),
         ("trained", adapters if size else ""),
         ("mup", in_words_of_mup(cfg.model)),
         ("diloco", diloco),

@@ -231,6 +231,11 @@ def ratio(card: dict[str, Any], theirs: dict[str, Any]) -> float:
     return card["tokens_per_second_per_device"] / theirs["tokens_per_second_per_device"]
 
 
+def release() -> str:
+    """Return the release of torchtitan in the comparisons: one, or several."""
+    return " and ".join(sorted({theirs["torchtitan"] for _, _, _, theirs in pairs()}))
+
+
 def headline() -> str:
     """Return the README's sentence on all comparisons."""
     found: dict[bool, list[float]] = {False: [], True: []}
@@ -240,9 +245,9 @@ def headline() -> str:
     slower = sum(one <= 1 for some in found.values() for one in some)
     how = "all" if not slower else f"{len(pairs()) - slower} of"
     return (
-        f"- **Fast on Hopper.** jaxpar is faster than torchtitan 0.2.2 in {how} {len(pairs())} "
-        f"comparisons made on H100s and H200s: dense models by a factor of {spans[0]}, "
-        f"mixtures of experts by {spans[1]}.\n"
+        f"- **Fast on Hopper.** jaxpar is faster than torchtitan {release()} in {how} "
+        f"{len(pairs())} comparisons made on H100s and H200s: dense models by a factor of "
+        f"{spans[0]}, mixtures of experts by {spans[1]}.\n"
     )
 
 

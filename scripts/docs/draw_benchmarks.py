@@ -11,7 +11,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from benchmark_table import gpus_of, is_float8, mesh_of, name_of, pairs  # noqa: E402
+from benchmark_table import gpus_of, is_float8, mesh_of, name_of, pairs, release  # noqa: E402
 
 FILE = ROOT / "docs" / "images" / "torchtitan.svg"
 
@@ -65,7 +65,7 @@ def draw() -> str:
     """Return the picture as SVG."""
     rows = pairs()
     height = TOP + ROW * len(rows) - 12
-    title = "Training throughput: jaxpar and torchtitan 0.2.2"
+    title = f"Training throughput: jaxpar and torchtitan {release()}"
     under = "Tokens per second per GPU"
     body = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '

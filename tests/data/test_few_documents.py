@@ -4,17 +4,20 @@ import json
 import random
 import re
 import shlex
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
-from jaxpar.config import Config, ParallelConfig
+from jaxpar.config import Config, ConfigError, ParallelConfig
 from jaxpar.config.command_line import read_config
+from jaxpar.data.command import _model_of, train_command
 from jaxpar.data.formats import readers
 from jaxpar.data.formats.meta import read_meta
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.loader import open_loader
+from jaxpar.data.options import PrepareChatOptions, PrepareOptions
 from jaxpar.data.prepare.splits import Shares, borders_of, find_borders
 from jaxpar.data.tokenizer import load_tokenizer
 from jaxpar.sharding.mesh import make_mesh
@@ -96,6 +99,31 @@ def printed(capsys) -> Config:
     for split in ("train", "val") if cfg.evaluation.every else ("train",):
         open_loader(cfg, mesh, split)
     return cfg
+
+
+def test_conversations_with_the_tokenizer_of_a_model_fine_tune_it(tmp_path):
+    """Those of other tokenizers train a small model, and so does text with any tokenizer."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    meta, chats = SimpleNamespace(kind=""), {"input": ("in.jsonl",), "output": "data/in"}
+    for name in ("gpt2", "org/model", str(tmp_path / "model")):
+        assert _model_of(PrepareChatOptions(tokenizer=name, **chats)) == name
+        assert _model_of(PrepareOptions(tokenizer=name, **chats)) == ""
+        assert train_command("data/in", meta, name) == (
+            f"python -m jaxpar.train --from {name} --run.dir runs/in --data.path data/in"
+        )
+    for name in ("bytes", str(tmp_path / "model/config.json")):
+        assert _model_of(PrepareChatOptions(tokenizer=name, **chats)) == ""
+
+
+def test_the_output_is_named_after_the_input():
+    names = {"stdlib": "stdlib", "hf:org/na-me:train": "na-me", "s3://b/x/y.jsonl.zst": "y"}
+    for given, name in (names | {"a/b/": "b", "my text.txt": "my text"}).items():
+        assert PrepareOptions(input=(given,)).output == f"data/{name}"
+    assert PrepareOptions(input=("a", "b"), output="c").output == "c"
+    for inputs in (("a", "b"), (".",)):
+        with pytest.raises(ConfigError, match=r"--output = '': is missing"):
+            PrepareOptions(input=inputs)
 
 
 @pytest.mark.parametrize("size", [60, 600, 20_000])

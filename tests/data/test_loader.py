@@ -153,6 +153,13 @@ def test_refusals(cfg):
         with pytest.raises(ConfigError, match=rule) as error:
             Loader(replace(cfg, **{path: value}), make_mesh())
         assert error.value.field == path
+    small = {"model.vocab_size": 256, "run.init_from": "org/model"}  # its size cannot change
+    with pytest.raises(ConfigError, match="prepare the text with the tokenizer of org/model"):
+        Loader(replace(cfg, **small), make_mesh())
+    missing = {"data.path": "missing", "run.init_from": "org/model"}
+    fix = "prepare-chat --input CHATS.jsonl --tokenizer org/model --output missing`"
+    with pytest.raises(ConfigError, match=fix):
+        Loader(replace(cfg, **missing), make_mesh())
 
 
 @pytest.mark.parametrize("prefetch", [1, 3])

@@ -91,7 +91,7 @@ def test_a_record_of_tasks():
 
 def test_what_cannot_be_followed(run, tmp_path):
     for words, said in (
-        ([str(run), "--follow"], "nothing is to be evaluated"),
+        ([str(run), "--follow"], "there is nothing to evaluate"),
         ([str(run), "--split", "val", "--follow", "--step", "3"], "--step = 3: has no meaning"),
         ([str(run), "--split", "val", "--follow", "--output", "x"], "--output = 'x': has no mean"),
         ([str(run), "--split", "val", "--follow", "--poll-seconds", "0"], "must be at least 1"),

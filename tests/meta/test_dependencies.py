@@ -6,6 +6,9 @@ import sys
 import tomllib
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 from tests.meta.test_packages import nodes_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,3 +72,17 @@ def test_every_dependency_says_what_it_is_for():
     text = (ROOT / "pyproject.toml").read_text("utf-8")
     lines = text.partition("dependencies = [\n")[2].partition("\n]")[0].splitlines()
     assert [line for line in lines if "#" not in line and '"jax' not in line] == []
+
+
+def test_constraints_pin_what_is_declared_and_nothing_for_gpus():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    pinned = {canonicalize_name(one.name): str(one.specifier) for one in pins}
+    assert len(pinned) == len(pins) and all(pin.startswith("==") for pin in pinned.values())
+    assert not [one for one in pinned if one.startswith(("jax-cuda", "nvidia-c"))]
+    test = [line for line in extras["test"] if not line.startswith("jaxpar[")]
+    for line in [*project["dependencies"], *test, *extras["hf"], *extras["wandb"]]:
+        wanted = Requirement(line)
+        assert pinned[canonicalize_name(wanted.name)].removeprefix("==") in wanted.specifier

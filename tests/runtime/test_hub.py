@@ -54,7 +54,7 @@ def test_the_cache_serves_later_calls_without_a_network(server, monkeypatch, tmp
         ("org/other", "org/other does not exist, or is private.*hf auth login"),
         ("org/model@v2", "has no revision 'v2'.*a branch, a tag or a commit"),
         ("org/private", "needs permission.*accept its terms at .*/org/private"),
-        ("runs/nothing/here", "is not a folder. Fix: use a folder"),
+        ("runs/nothing/here", "does not exist. Fix: use one of `.*report --list runs`"),
         ("nothing", "is not a folder"),
         ("/no/where", "is not a folder"),
         ("org/model@", "is not a folder"),
@@ -65,6 +65,12 @@ def test_what_is_not_there_is_one_line(server, name, why):
     with pytest.raises(ConfigError, match=why) as error:
         find(name)
     assert "\n" not in str(error.value)
+
+
+def test_a_missing_run_is_not_looked_up(server):
+    with pytest.raises(ConfigError, match="'runs/nothing': does not exist"):
+        find("runs/nothing")
+    assert not server.requests
 
 
 def test_without_a_network_it_is_one_line(server, monkeypatch, tmp_path, capfd):

@@ -418,6 +418,8 @@ def test_the_command_line_is_the_launchers_and_the_runs():
         args = processes_launcher.arguments_of(options.config)
         assert args == ["quickstart", "--run.cpu-devices", "2", "--run.dir", "runs/x"]
     assert read("launch", ["quickstart", "-n", "3"]).num_processes == 3
+    alone = read("launch", ["quickstart"])
+    assert processes_launcher.arguments_of(alone.config) == ["quickstart"]
 
 
 REFUSED = [

@@ -1,6 +1,11 @@
 """A stage of a program's work that takes long says what it does, while it does it."""
 
+import contextlib
+import os
+import pty
 import re
+import subprocess
+import sys
 import threading
 import time
 
@@ -100,3 +105,57 @@ def test_a_thread_looks(monkeypatch, capfd):
                 break
     assert re.fullmatch(r"sleeping: \d+ s so far, at the middle\n", said)
     assert sum(thread.name == "stages" for thread in threading.enumerate()) == 1
+
+
+#: A program with a stage whose steps are counted, which ends with an error.
+PROGRAM = """
+import sys, time
+from jaxpar.config import ConfigError
+from jaxpar.runtime import program, stages, terminal
+
+def main(_):
+    with stages.stage("starting") as now:
+        time.sleep(1.2)
+        now.enter("step 1", ordinary=True)
+        stages.count(1, 4, "step 1/4   loss 2.5")
+        time.sleep(1.2)
+        print("a line")
+        terminal.warn("of something")
+    print("rich" in sys.modules)
+    raise ConfigError("a", "\\x1b[2J", "is bad", "use c")
+
+program.run_program(main)
+"""
+
+
+def on_a_terminal(**env: str) -> str:
+    """Run PROGRAM on a terminal. Returns what it writes."""
+    screen, end = pty.openpty()
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), end)
+    program = subprocess.Popen([sys.executable, "-c", PROGRAM], env=os.environ | env, **streams)
+    os.close(end)
+    text = b""
+    with contextlib.suppress(OSError):  # Linux's way to say that the other end is closed
+        while part := os.read(screen, 4096):
+            text += part
+    os.close(screen)
+    assert program.wait() == 2
+    return text.decode()
+
+
+@pytest.mark.waits
+def test_a_terminal_has_a_live_line_in_color_and_a_dumb_one_or_a_pipe_does_not():
+    colored = on_a_terminal(TERM="xterm-256color", NO_COLOR="")
+    plain = on_a_terminal(TERM="xterm-256color", NO_COLOR="1")
+    for text in (colored, plain):
+        assert "starting   1 s" in text and "step 1/4   loss 2.5" in text and "━" in text
+        assert "a line\r\n" in text and r"\x1b[2J" in text  # a stranger's, not obeyed
+        assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is back
+    assert "\x1b[1;33mWARNING\x1b[0m" in colored and "\x1b[1;31mconfig error:\x1b[0m" in colored
+    assert not re.search(r"\x1b\[[\d;]*[34]\d[\d;]*m", plain)
+
+    lines = "a line\nWARNING    of something\nFalse\n"
+    lines += r"config error: a = '\x1b[2J': is bad. Fix: use c." + "\n"
+    assert on_a_terminal(TERM="dumb").replace("\r", "") == lines
+    piped = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert sorted((piped.stdout + piped.stderr).splitlines()) == sorted(lines.splitlines())

@@ -282,7 +282,7 @@ TOKENIZER = json.dumps(
 
 def test_what_the_command_cannot_evaluate(evaluated, dataset, tmp_path):
     for flags, said in (
-        ([], "nothing is to be evaluated"),
+        ([], "there is nothing to evaluate"),
         (["--data", "data/web"], "--data = .*needs --split"),
         (
             ["--split", "test", "--data", str(dataset)],

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from jaxpar.commands import call
 from jaxpar.data.formats.meta import read_meta
 from jaxpar.data.prepare.text import prepare
 from jaxpar.monitoring.samples import read_samples
+from jaxpar.training.first_run import learned
 
 #: A small model for a few steps.
 SMALL = """--train.num-steps 6 --optimizer.warmup-steps 1 --train.log-every 2 --data.seq-len 64
@@ -50,14 +52,16 @@ def test_quickstart_prepares_trains_writes_and_says_what_came_out(run_quickstart
     data, run = Path("data/stdlib-bytes"), Path("my run")
     assert [(o.input, o.tokenizer, o.output) for o in asked] == [(("stdlib",), "bytes", str(data))]
 
-    said = r"^text .* source, to data/stdlib-bytes$.*^A sample:\nimport .*^Done in [\d.hms ]+$"
+    said = r"^text .* source, to data/stdlib-bytes$.*^A sample:\ndef __init__\(self, .*"
+    said += r"^Done in [\d.hms ]+$"
     assert re.search(said, text, re.MULTILINE | re.DOTALL)
 
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    loss = [r["loss"] for r in records if "loss" in r][-1]
+    loss = [r["held_out_loss"] for r in records if "held_out_loss" in r][-1]
     entropy = read_meta(data).unigram_entropy
-    assert f"training loss at the end    {loss:.3f} nats per token" in text
-    assert f"unigram entropy of the text {entropy:.3f}: " in text
+    words = f"its loss on text that it has not seen is {loss:.2f}. Guessing has 5.55,\n"
+    words += f"and knowing only how often each token occurs {entropy:.2f}: it needs more steps."
+    assert words in text
 
     places = re.findall(rf"^((?:{data}|{run})/.*?)  +\S", text, re.MULTILINE)
     names = ["stdlib-bytes", "config.json", "metrics.jsonl", "checkpoints"]
@@ -66,15 +70,26 @@ def test_quickstart_prepares_trains_writes_and_says_what_came_out(run_quickstart
     assert f"-m jaxpar.sample '{run}' --prompt" in text  # as a shell reads it
     assert f"-m jaxpar.report '{run}'\n" in text
     (kept,) = read_samples(run)
-    assert kept["prompt"] == "import " and kept["text"].rstrip() in text
+    assert kept["prompt"] == "def __init__(self, " and kept["text"].rstrip() in text
     assert "-m jaxpar.train quickstart --train.num-steps 1000 --run.dir runs/longer" in text
     assert saved_steps(run) == [6]
 
     again, asked = run_quickstart()
     assert len(asked) == 1  # the text is there
     assert "already done" in again
-    assert f"training loss at the end    {loss:.3f} nats per token" in again
+    assert words in again
     assert saved_steps(run) == [6]
+
+
+def test_what_was_learned_is_put_into_words():
+    meta = SimpleNamespace(vocab_size=257, unigram_entropy=3.25)
+    records = [{"loss": 5.0}, {"loss": 1.5, "held_out_loss": 1.94}]
+    assert learned(records, meta) == (
+        "What it learned: its loss on text that it has not seen is 1.94. Guessing has 5.55,\n"
+        "and knowing only how often each token occurs 3.25: it has learned to use context."
+    )
+    assert "on the training text is 5.00." in learned(records[:1], meta)
+    assert learned(records[:1], meta).endswith(" 3.25: it needs more steps.")
 
 
 @pytest.mark.slow

@@ -156,7 +156,8 @@ def read_address(field: str, text: str) -> Address:
     found = _ADDRESS.fullmatch(text)
     prefix = (found[3] or "").rstrip("/") if found else ""
     if found is None or not is_prefix(prefix):
-        rule = "must be s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, of letters, digits and ._=+@,-"
+        rule = "must be s3://BUCKET/PREFIX or gs://BUCKET/PREFIX, with a bucket of 3 or more "
+        rule += "characters, and of letters, digits and ._=+@,-"
         raise ConfigError(field, text, rule, "use, for example, s3://my-bucket/runs/first")
     if len(prefix) > MAX_PREFIX:
         rule = f"has a prefix of {len(prefix)} characters, more than {MAX_PREFIX}"

@@ -4,6 +4,7 @@ import codecs
 import dataclasses
 import itertools
 import json
+import re
 import shlex
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
@@ -211,6 +212,8 @@ def find_sources(
             else:
                 rule = "is neither a file nor a folder" if path.exists() else "does not exist"
                 fix = f"use a file, a folder, or {STDLIB} for the source code of Python"
+                if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not path.parent.exists():
+                    fix = f"correct the path; for a dataset of the Hugging Face Hub, hf:{name}"
                 raise ConfigError("--input", name, rule, fix)
     return sources
 

@@ -85,7 +85,7 @@ def what_is_wrong(report: str) -> list[str]:
     """Return the lines of a report's errors and warnings: ranks that are behind or dead."""
     found, within = [], False
     lines = report.splitlines()
-    for line, below in zip(lines, [*lines[1:], ""], strict=True):
+    for line, below in zip(lines, [*lines, ""][1:], strict=True):
         if below and set(below) == {"="}:  # a heading
             within = line.strip() in SECTIONS
         elif within and line.strip() and set(line) != {"="}:

@@ -39,7 +39,7 @@ def arguments_of(config: ConfigArguments) -> list[str]:
     Raises:   ConfigError for a field that the launcher sets.
     """
     words = list(expand_set_options(config.overrides))
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words, ""][1:], strict=True):
         name, given, text = word.partition("=")
         name = name.replace("_", "-")
         if name in SET_HERE:

@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxpar.config import ConfigError
 from jaxpar.jax_private.table import DISTRIBUTED
+from jaxpar.runtime import terminal
 
 #: How long process 0 waits after a failure for the others to exit first: its exit ends them.
 LINGER_SECONDS = 2.0
@@ -228,4 +229,4 @@ def agreed_to_stop() -> bool:
 def log(text: str) -> None:
     """Print a text in process 0 only."""
     if rank() == 0:
-        print(text, flush=True)
+        terminal.say(text)
