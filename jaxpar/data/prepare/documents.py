@@ -12,8 +12,15 @@ from typing import BinaryIO, NamedTuple
 
 from jaxpar.config import ConfigError
 from jaxpar.data.formats import columns, readers
-from jaxpar.data.formats.compressed import COMPRESSIONS, Kinds, compression, decompressed, reading
-from jaxpar.data.formats.json_file import LineSpan, has_lines, only_object
+from jaxpar.data.formats.compressed import (
+    COMPRESSIONS,
+    Kinds,
+    Span,
+    compression,
+    decompressed,
+    reading,
+)
+from jaxpar.data.formats.json_file import has_lines, only_object
 from jaxpar.data.formats.readers import Piece, ReadOptions
 from jaxpar.data.formats.tar_file import read_tar
 from jaxpar.data.prepare.remote import files_of, is_remote
@@ -136,18 +143,21 @@ class InputFile(NamedTuple):
     read: Reader
     num_bytes: int
     """Size of the file, compressed or not."""
-    span: LineSpan | None = None
-    """The lines of a JSON file to read. None: all."""
+    span: Span | None = None
+    """The part of it to read. None: all."""
 
     def part(self, start: int, end: int) -> "InputFile":
-        """Return the lines that begin in these bytes."""
-        return self._replace(num_bytes=end - start, span=LineSpan(start, end))
+        """Return the lines, or row groups, that begin in these bytes."""
+        if (start, end) == (0, self.num_bytes):
+            return self
+        return self._replace(num_bytes=end - start, span=Span(start, end))
 
-    @property
-    def can_be_cut(self) -> bool:
-        """Whether lines of it can be read alone."""
-        known = self.read is readers.read_jsonl and not compression(self.path)
-        return known and has_lines(self.path)
+    def places(self) -> Sequence[int]:
+        """Return the bytes where it can be cut, sorted. Reads a line, or a Parquet footer."""
+        if self.read is columns.read_parquet:
+            return columns.row_group_starts(self.path)
+        lines = self.read is readers.read_jsonl and not compression(self.path)
+        return range(self.num_bytes) if lines and has_lines(self.path) else ()
 
 
 class Wanted(NamedTuple):

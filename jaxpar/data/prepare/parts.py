@@ -13,6 +13,7 @@ same for any number of parts and processes. Until the dataset is complete, it is
 Whoever completes the last part writes the manifest.
 """
 
+import bisect
 import contextlib
 import dataclasses
 import hashlib
@@ -80,7 +81,7 @@ _HOW = ("output", "overwrite", "workers", "part", "engine", "input")
 class PartsPlan(Struct, frozen=True, kw_only=True):
     """The content of plan.json."""
 
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
 
     about: dict[Name, Any]
     """What decides about the dataset: the options, and a hash of the names and sizes of the files
@@ -316,6 +317,8 @@ def prepare_parts(corpus: Corpus, progress: PreparationProgress) -> Meta | None:
         if line := in_words(plan.borders, shares):
             log(line)
         tasks = _tasks(corpus, work, plan, tokenizer, files)
+        if empty := sum(not task.files for task in tasks):
+            log(f"{empty:,} of {count:,} parts are empty: the input is cut into {count - empty:,}")
         asked = [t for t in tasks if options.part in (None, t.number) and not t.is_complete]
         of_all = f", {len(asked):,} of {count:,} parts" if count > 1 else ""
         num_bytes = sum(task.num_bytes for task in asked)
@@ -370,27 +373,40 @@ def plan_of(folder: Path, about: dict[str, Any] | None = None) -> PartsPlan | No
 def _tasks(
     corpus: Corpus, work: Path, plan: PartsPlan, tokenizer: Tokenizer, files: Sequence[InputFile]
 ) -> list[Task]:
-    """Cut the files into parts of about equal bytes.
-
-    A file of JSON Lines is cut at lines; another one is in the part that its first byte is in.
-    """
-    total, count = max(sum(file.num_bytes for file in files), 1), plan.about["parts"]
-    borders = [-(-total * number // count) for number in range(count + 1)]
-    owned: list[list[InputFile]] = [[] for _ in range(count)]
-    end = 0
-    for file in files:
-        start, end = end, end + file.num_bytes
-        first, last = (min(at * count // total, count - 1) for at in (start, max(end - 1, start)))
-        if first == last or not file.can_be_cut:
-            owned[first].append(file)
-            continue
-        cuts = [start, *borders[first + 1 : last + 1], end]
-        for number, (begin, stop) in enumerate(itertools.pairwise(cuts), first):
-            owned[number].append(file.part(begin - start, stop - start))
+    cut = cut_files(files, plan.about["parts"])
     return [
-        Task(corpus, work, number, some, plan.borders, tokenizer, len(owned))
-        for number, some in enumerate(owned)
+        Task(corpus, work, number, some, plan.borders, tokenizer, len(cut))
+        for number, some in enumerate(cut)
     ]
+
+
+def cut_files(files: Sequence[InputFile], count: int) -> list[list[InputFile]]:
+    """Cut files into parts of about equal bytes, in order.
+
+    Files are cut between lines of JSON, or row groups of Parquet, as near to the share of a part as
+    they can be; other files are in one part. Only files that are cut are opened.
+    """
+    parts: list[list[InputFile]] = [[] for _ in range(count)]
+    number, left = 0, sum(file.num_bytes for file in files)
+    room = -(-left // count)
+    for at, file in enumerate(files):
+        start, end, places = 0, file.num_bytes, None
+        while end - start > room and number < count - 1:
+            wanted, places = start + room, file.places() if places is None else places
+            after = bisect.bisect_left(places, wanted)
+            choices = [p for p in places[max(after - 1, 0) : after + 1] if start < p < end] + [end]
+            if parts[number]:
+                whole = not places and len(files) - at < count - number  # a part for each
+                choices = [start] if whole else [start, *choices]
+            cut = min((abs(place - wanted), place) for place in choices)[1]
+            if cut > start:
+                parts[number].append(file.part(start, cut))
+            left, start, number = left - (cut - start), cut, number + 1
+            room = -(-left // (count - number))
+        if start < end or not end:
+            parts[number].append(file.part(start, end))
+            left, room = left - (end - start), room - (end - start)
+    return parts
 
 
 @contextmanager
