@@ -17,7 +17,7 @@ from jaxpar.config import Config, ConfigError, Source, replace
 from jaxpar.config.rules.paths import Address
 from jaxpar.config.validate import check
 from jaxpar.data import stored as stored_folder
-from jaxpar.data.formats.meta import META_FILE
+from jaxpar.data.formats.meta import META_FILE, read_meta
 from jaxpar.data.loader import Loader
 from jaxpar.data.options import PrepareOptions
 from jaxpar.data.prepare.text import prepare
@@ -329,6 +329,34 @@ def test_parts_leave_this_host_when_they_are_complete(data, text, s3, monkeypatc
     listed = listed_files(objects_at(data))
     assert {f"part-{n:05}/train.bin" for n in range(3)} <= listed.keys()
     assert not [name for name in listed if name.endswith(("sent.json", "address"))]
+
+
+@pytest.mark.parametrize("most", [700, 1 << 30])
+def test_convert_sends_parts_when_they_are_complete(data, here, s3, monkeypatch, tmp_path, most):
+    """It keeps tokens, documents and bytes of text, and one part here at a time."""
+    monkeypatch.setattr("jaxpar.data.formats.convert.PART_TOKENS", most)
+    upload, held = stored_folder.Objects.upload, []
+
+    def counted(self, name, file, beside=1):
+        found = (tmp_path / "cache/jaxpar/preparing").rglob("*.bin")
+        held.append(sum(path.stat().st_size for path in found))
+        return upload(self, name, file, beside)
+
+    monkeypatch.setattr(stored_folder.Objects, "upload", counted)
+    both = ["--input", str(here), str(here), "--held-out", str(here), "--tokenizer", "bytes"]
+    for output in (data, tmp_path / "copy"):
+        assert main(["convert", *both, "--to", "jaxpar", "--output", str(output)]) == 0
+    assert fingerprint(config(data)) == fingerprint(config(tmp_path / "copy"))
+    for split in ("train", "val"):
+        assert_same_batches(loader(config(data), split), loader(config(tmp_path / "copy"), split))
+    places = tokenizer_folder(config(data)), tmp_path / "copy"
+    (train, val), copied = (list(read_meta(place).splits.values()) for place in places)
+    assert [train.num_bytes, val.num_bytes] == [one.num_bytes for one in copied]
+    assert read_meta(places[0]).unigram_entropy == read_meta(places[1]).unigram_entropy
+    assert most < 1000 or len(train.parts) == 1
+    assert max(held) == 2 * max(part.num_tokens for part in train.parts)
+    for part in train.parts[:-1]:
+        assert most <= part.num_tokens <= most + 140
 
 
 def test_inspect_takes_an_address(made, data, here, capsys):
