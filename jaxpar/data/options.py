@@ -35,10 +35,11 @@ class _OutputOptions:
     """Number of parts to write. 0: one for each 8 GiB of input."""
     part: Annotated[int | None, Range(0, 99_998, 0)] = None
     """Write only this part, from 0, as one task of an array of jobs with --parts, which share the
-    output's folder. The last task to finish completes the dataset. None: all that are missing."""
+    output's folder, or its address. The last task to finish completes the dataset. None: all that
+    are missing."""
     engine: Literal["processes", "ray"] = "processes"
     """Where parts are written: in processes of this host, or on a Ray cluster that shares the
-    output's folder (pip install 'jaxpar[ray]')."""
+    output's folder or address (pip install 'jaxpar[ray]')."""
 
 
 @dataclass(frozen=True, kw_only=True)

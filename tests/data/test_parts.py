@@ -302,7 +302,7 @@ def test_a_trained_tokenizer_is_that_of_the_plan(files, tmp_path):
         ({"parts": 4, "part": 4}, "--part", "must be below the number of parts, 4"),
         ({"part": 1}, "--part", "must be below the number of parts, 1"),
         ({"parts": 2, "stream": True}, "--parts", "cannot go with --stream"),
-        ({"parts": 2, "part": 0, "output": "s3://b/c"}, "--output", "need a folder that all"),
+        ({"parts": 2, "part": 0, "output": "s3://b/c", "overwrite": True}, "--overwrite", "--part"),
     ],
 )
 def test_refusals(options, field, rule, files, tmp_path):

@@ -151,7 +151,7 @@ def _write_folder(
         raise ConfigError("--input", " ".join(options.input), rule, fix)
     with whole_folder(options.output, options.overwrite) as folder:
         known = tokenizer or NoTokenizer(vocab_size, eos_id)
-        copies = _Copies(folder, is_address(options.output), known, progress)
+        copies = _Copies(options, folder, known, progress)
         splits = {TRAIN: copies.copy(TRAIN, inputs), VAL: copies.copy(VAL, held_out)}
         named = (*options.input, *options.held_out)
         write_meta(folder, known, copies.counts[TRAIN], splits, inputs=named, holdout=0.0)
@@ -221,13 +221,13 @@ class _Copies:
 
     def __init__(
         self,
+        options: ConvertOptions,
         folder: Path,
-        in_parts: bool,
         tokenizer: Tokenizer | NoTokenizer,
         progress: PreparationProgress,
     ):
         self._folder, self._tokenizer, self._progress = folder, tokenizer, progress
-        self._in_parts, self._number = in_parts, 0
+        self._options, self._in_parts, self._number = options, is_address(options.output), 0
         #: How often each token is in a split: int64 [vocab_size].
         self.counts: dict[str, np.ndarray] = {}
 
@@ -272,7 +272,7 @@ class _Copies:
         if not self._in_parts:
             return part
         name, self._number = part_folder(self._number), self._number + 1
-        send_part(self._folder / name)
+        send_part(self._folder / name, self._options.output, self._options.overwrite)
         return structs.replace(part, name=f"{name}/{split}")
 
 

@@ -1,5 +1,6 @@
 """Find input files and read their documents, in a fixed order."""
 
+import bisect
 import codecs
 import dataclasses
 import itertools
@@ -158,6 +159,35 @@ class InputFile(NamedTuple):
             return columns.row_group_starts(self.path)
         lines = self.read is readers.read_jsonl and not compression(self.path)
         return range(self.num_bytes) if lines and has_lines(self.path) else ()
+
+
+def cut_files(files: Sequence[InputFile], count: int) -> list[list[InputFile]]:
+    """Cut files into parts of about equal bytes, in order.
+
+    Files are cut between lines of JSON, or row groups of Parquet, as near to the share of a part as
+    they can be; other files are in one part. Only files that are cut are opened.
+    """
+    parts: list[list[InputFile]] = [[] for _ in range(count)]
+    number, left = 0, sum(file.num_bytes for file in files)
+    room = -(-left // count)
+    for at, file in enumerate(files):
+        start, end, places = 0, file.num_bytes, None
+        while end - start > room and number < count - 1:
+            wanted, places = start + room, file.places() if places is None else places
+            after = bisect.bisect_left(places, wanted)
+            choices = [p for p in places[max(after - 1, 0) : after + 1] if start < p < end] + [end]
+            if parts[number]:
+                whole = not places and len(files) - at < count - number  # a part for each
+                choices = [start] if whole else [start, *choices]
+            cut = min((abs(place - wanted), place) for place in choices)[1]
+            if cut > start:
+                parts[number].append(file.part(start, cut))
+            left, start, number = left - (cut - start), cut, number + 1
+            room = -(-left // (count - number))
+        if start < end or not end:
+            parts[number].append(file.part(start, end))
+            left, room = left - (end - start), room - (end - start)
+    return parts
 
 
 class Wanted(NamedTuple):

@@ -13,13 +13,13 @@ same for any number of parts and processes. Until the dataset is complete, it is
 Whoever completes the last part writes the manifest.
 """
 
-import bisect
 import contextlib
 import dataclasses
 import hashlib
 import itertools
 import json
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -49,11 +49,12 @@ from jaxpar.data.formats.meta import (
 )
 from jaxpar.data.formats.writer import SplitWriter, check_target, replace_folder, write_meta
 from jaxpar.data.options import PrepareChatOptions, PrepareOptions, PreparePairsOptions
-from jaxpar.data.prepare.documents import InputFile
+from jaxpar.data.prepare.documents import InputFile, cut_files
 from jaxpar.data.prepare.progress import PreparationProgress
 from jaxpar.data.prepare.splits import Borders, check_no_split_is_empty, in_words, shares_of
+from jaxpar.data.prepare.stored_parts import StoredParts
 from jaxpar.data.processes import Processes
-from jaxpar.data.stored import send_part, whole_address
+from jaxpar.data.stored import whole_address
 from jaxpar.data.tokenizer import BPE, EOS_TOKEN, JsonTokenizer, Tokenizer
 from jaxpar.runtime.files import atomic, lock
 from jaxpar.runtime.units import size
@@ -178,6 +179,8 @@ class Task:
     """How many parts there are."""
     workers: int = 1
     """Processes that encode."""
+    stored: str = ""
+    """The address that has the parts, in place of the folder."""
 
     @property
     def num_bytes(self) -> int:
@@ -208,7 +211,8 @@ def write_part(task: Task, report: Report) -> None:
 
     Raises:   ConfigError for what cannot be read.
     """
-    for left in sorted(task.work.glob(f".{task.folder.name}.*")):
+    unsent = [task.folder] if task.stored else []
+    for left in [*sorted(task.work.glob(f".{task.folder.name}.*")), *unsent]:
         shutil.rmtree(left, ignore_errors=True)
     try:
         with atomic.new_folder(task.folder) as folder:
@@ -226,8 +230,8 @@ def write_part(task: Task, report: Report) -> None:
     except OSError:
         if not task.is_complete:  # by another process, meanwhile
             raise
-    if task.of > 1:
-        send_part(task.folder)
+    if task.stored:
+        StoredParts(task.stored).send(task.folder)
 
 
 def _seldom(report: Report) -> Report:
@@ -299,39 +303,79 @@ def prepare_parts(corpus: Corpus, progress: PreparationProgress) -> Meta | None:
     trained = options.tokenizer.startswith(BPE)
     tokenizer = None if trained else corpus.tokenizer(files, log)
     about = _about(options, count, files, tokenizer)
-    target = Path(options.output).expanduser().resolve()
-    if options.part is not None and plan_of(target, about):
+    target, stored = Path(options.output).expanduser().resolve(), _stored(options, count)
+    if options.part is not None and (known := _known(target, stored, about)):
         log(f"{options.output} is complete")
-        return read_meta(target)
-    with _work_folder(options, about) as work:
+        return known
+    with _work_folder(options, about, stored) as work:
         plan = plan_of(work, about)
         if plan is None:
             tokenizer = tokenizer or corpus.tokenizer(files, log)
             text = tokenizer.json_text if isinstance(tokenizer, JsonTokenizer) and trained else ""
             made = PartsPlan(about=about, borders=corpus.borders(files), trained=text)
             atomic.create(work / PLAN_FILE, declared.to_json(made).encode())
-            plan = plan_of(work, about) or made  # of several processes, the first one decides
+            if stored:
+                stored.share_plan(work)
+            plan = plan_of(work) or made  # of several processes, the first one decides
+            _check_plan(plan, options, about, work)
         if trained:
             tokenizer = JsonTokenizer(plan.trained, EOS_TOKEN)
         assert tokenizer is not None
         if line := in_words(plan.borders, shares):
             log(line)
         tasks = _tasks(corpus, work, plan, tokenizer, files)
+        if stored:
+            tasks = [dataclasses.replace(task, stored=options.output) for task in tasks]
         if empty := sum(not task.files for task in tasks):
             log(f"{empty:,} of {count:,} parts are empty: the input is cut into {count - empty:,}")
-        asked = [t for t in tasks if options.part in (None, t.number) and not t.is_complete]
+        missing = _missing(tasks, stored)
+        asked = [task for task in missing if options.part in (None, task.number)]
         of_all = f", {len(asked):,} of {count:,} parts" if count > 1 else ""
         num_bytes = sum(task.num_bytes for task in asked)
         log(f"encoding {size(num_bytes)} of input{of_all}")
         engine = ray_engine if options.engine == "ray" else write_parts
         engine(asked, options.workers, PartsProgress(asked, progress))
-        if all(task.is_complete for task in tasks):
+        if not _missing(tasks, stored):
+            if stored:
+                stored.fetch(work, [task.folder.name for task in tasks])
             return _finish(corpus, work, tokenizer, tasks, log)
         if options.part is not None:
             return None
         rule = "lacks parts that were written: not all hosts share its folder"
         raise ConfigError("--output", options.output, rule, "use a folder that they share")
     return read_meta(target)  # another process has completed it meanwhile
+
+
+def _stored(options: PreparedOptions, count: int) -> StoredParts | None:
+    """Return the parts at an address; None for those in a folder, or one that is sent at the end.
+
+    Raises:   ConfigError.
+    """
+    alone = count == 1 and options.part is None and options.engine != "ray"
+    if alone or not is_address(options.output):
+        return None
+    if options.overwrite and options.part is not None:
+        rule = "cannot go with --part and an address, where each task would delete what others sent"
+        raise ConfigError("--overwrite", True, rule, "delete the dataset first")
+    return StoredParts(options.output)
+
+
+def _known(target: Path, stored: StoredParts | None, about: dict[str, Any]) -> Meta | None:
+    """Return the meta.json of a dataset that is complete; None if it is not, or another one."""
+    if stored is None:
+        return read_meta(target) if plan_of(target, about) else None
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        ours = stored.copy(PLAN_FILE, folder) and plan_of(folder, about)
+        return read_meta(folder) if ours and stored.copy(META_FILE, folder) else None
+
+
+def _missing(tasks: Sequence[Task], stored: StoredParts | None) -> list[Task]:
+    """Return the tasks whose parts are not there."""
+    if stored is None:
+        return [task for task in tasks if not task.is_complete]
+    there = stored.complete()
+    return [task for task in tasks if task.folder.name not in there]
 
 
 def ray_engine(tasks: Sequence[Task], workers: int, progress: PartsProgress) -> None:
@@ -380,37 +424,10 @@ def _tasks(
     ]
 
 
-def cut_files(files: Sequence[InputFile], count: int) -> list[list[InputFile]]:
-    """Cut files into parts of about equal bytes, in order.
-
-    Files are cut between lines of JSON, or row groups of Parquet, as near to the share of a part as
-    they can be; other files are in one part. Only files that are cut are opened.
-    """
-    parts: list[list[InputFile]] = [[] for _ in range(count)]
-    number, left = 0, sum(file.num_bytes for file in files)
-    room = -(-left // count)
-    for at, file in enumerate(files):
-        start, end, places = 0, file.num_bytes, None
-        while end - start > room and number < count - 1:
-            wanted, places = start + room, file.places() if places is None else places
-            after = bisect.bisect_left(places, wanted)
-            choices = [p for p in places[max(after - 1, 0) : after + 1] if start < p < end] + [end]
-            if parts[number]:
-                whole = not places and len(files) - at < count - number  # a part for each
-                choices = [start] if whole else [start, *choices]
-            cut = min((abs(place - wanted), place) for place in choices)[1]
-            if cut > start:
-                parts[number].append(file.part(start, cut))
-            left, start, number = left - (cut - start), cut, number + 1
-            room = -(-left // (count - number))
-        if start < end or not end:
-            parts[number].append(file.part(start, end))
-            left, room = left - (end - start), room - (end - start)
-    return parts
-
-
 @contextmanager
-def _work_folder(options: PreparedOptions, about: dict[str, Any]) -> Iterator[Path]:
+def _work_folder(
+    options: PreparedOptions, about: dict[str, Any], stored: StoredParts | None
+) -> Iterator[Path]:
     """Yield the folder of the parts, which becomes the output once it has a meta.json.
 
     If the block fails, complete parts are kept, for the same command; one part alone is not.
@@ -418,12 +435,11 @@ def _work_folder(options: PreparedOptions, about: dict[str, Any]) -> Iterator[Pa
     Raises:   ConfigError("--output", ...) if the output exists, is no path, or cannot be created,
               or the folder has other parts; as `whole_address`.
     """
-    output, shared = options.output, options.part is not None or options.engine == "ray"
+    output = options.output
     if is_address(output):
-        if shared:
-            rule = "is an address, but parts need a folder that all processes share"
-            raise ConfigError("--output", output, rule, "use a folder, and upload it")
-        with whole_address(output, options.overwrite) as staging:
+        with whole_address(output, options.overwrite, options.part) as staging:
+            if stored:
+                _begin_stored(stored, staging, options, about)
             yield staging
         return
     check_path("--output", output, "use a folder of this computer")
@@ -463,16 +479,38 @@ def _only_writer(work: Path, output: str) -> Iterator[None]:
         raise ConfigError("--output", output, rule, "wait for it, or use another folder") from None
 
 
+def _begin_stored(
+    stored: StoredParts, work: Path, options: PreparedOptions, about: dict[str, Any]
+) -> None:
+    """Copy the plan of an address, or delete another one. Raises:   ConfigError for another one."""
+    plan = plan_of(work) if stored.copy(PLAN_FILE, work) else None
+    if not options.overwrite:
+        if plan:
+            _check_plan(plan, options, about, options.output)
+    elif stored.copy(META_FILE, work) or plan is None or plan.about != about:
+        stored.delete()
+        for name in (META_FILE, PLAN_FILE):
+            (work / name).unlink(missing_ok=True)
+
+
+def _check_plan(
+    plan: PartsPlan, options: PreparedOptions, about: dict[str, Any], place: Path | str
+) -> None:
+    """Raise ConfigError for a plan of other options."""
+    if plan.about != about:
+        names = [key for key in about if plan.about.get(key) != about[key]]
+        rule = f"has parts in {place} that differ in {', '.join(map(flag, names))}"
+        fix = f"use the same options, or another folder, or delete {place}"
+        raise ConfigError("--output", options.output, rule, fix)
+
+
 def _check_parts(work: Path, options: PreparedOptions, about: dict[str, Any]) -> None:
     """Delete what is left of another plan. Raises:   ConfigError for its complete parts."""
     plan = plan_of(work)
     if plan is None or plan.about == about:
         return
     if options.part is not None or (sorted(work.glob("part-*")) and not options.overwrite):
-        names = [key for key in about if plan.about.get(key) != about[key]]
-        rule = f"has parts in {work} that differ in {', '.join(map(flag, names))}"
-        fix = f"use the same options, or another folder, or delete {work}"
-        raise ConfigError("--output", options.output, rule, fix)
+        _check_plan(plan, options, about, work)
     for path in sorted(work.iterdir()):
         if path.is_dir():
             shutil.rmtree(path)
@@ -510,7 +548,7 @@ def _finish(
         log(line)
     counts = sum(np.load(task.folder / COUNTS_FILE, allow_pickle=False) for task in tasks)
     prefix = [f"{task.folder.name}/" for task in tasks]
-    if len(tasks) == 1:
+    if len(tasks) == 1 and not tasks[0].stored:
         prefix = [""]
         _lift(work, tasks[0].folder)
     splits = {
