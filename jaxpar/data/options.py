@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from jaxpar.config.options import TO_ADDRESS, Argument, Range
+from jaxpar.config.options import TO_ADDRESS, Argument, Range, Written
 from jaxpar.config.rules.limits import TOKEN_ID
 
 #: Default share of the documents to hold out.
@@ -21,7 +21,7 @@ class _OutputOptions:
     """Replace an existing dataset in the output folder."""
     holdout: float = HOLDOUT
     """Share of the documents, selected by a hash of their text, to hold out for evaluation."""
-    split: str = ""
+    split: Annotated[tuple[float, ...] | None, Written("A,B,C", example="98,1,1")] = None
     """Sizes of the training, held-out and test split, such as 98,1,1, in place of --holdout."""
     eos_token: str | None = None
     """End-of-text token of a tokenizer.json. None: that of its tokenizer_config.json, or a special

@@ -2,8 +2,9 @@
 
 Source code of Python is encoded by a BPE that is trained on it. Cases take turns; each line has the
 CPU time (user and system) of a case, without that of starting the command, in each turn, and the
-median of its ratios to the raw encoder, which encodes texts in memory, in the same turn. `--datatrove PYTHON`
-names an interpreter with datatrove and orjson, whose DocumentTokenizer is then measured too.
+median of its ratios to the raw encoder, which encodes texts in memory, in the same turn.
+`--datatrove PYTHON` names an interpreter with datatrove and orjson, whose DocumentTokenizer is then
+measured too.
 """
 
 import argparse
