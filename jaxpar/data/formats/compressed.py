@@ -59,7 +59,7 @@ def reading(path: Path) -> Iterator[None]:
         raise input_error(str(where), f"cannot be read: {why}", fix) from error
 
 
-class Span(NamedTuple):
+class FileSpan(NamedTuple):
     """Bytes of a file. The lines, or row groups, that begin in it are read."""
 
     start: int

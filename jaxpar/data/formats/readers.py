@@ -17,8 +17,8 @@ from jaxpar.data.formats.compressed import (
     MAX_DOCUMENT_CHARS,
     READ_BYTES,
     BadRow,
+    FileSpan,
     RowCounts,
-    Span,
     bad_row,
     decompressed,
     input_error,
@@ -73,7 +73,7 @@ class ReadOptions:
     """Whether most bytes of a tar file may be members that are not read."""
     rows: RowCounts = field(default_factory=RowCounts)
     """Counts the bad rows, or raises them."""
-    span: Span | None = None
+    span: FileSpan | None = None
     """The part of a file of JSON Lines, or of Parquet, to read. None: all."""
 
 

@@ -15,8 +15,8 @@ from jaxpar.config import ConfigError
 from jaxpar.data.formats import columns, readers
 from jaxpar.data.formats.compressed import (
     COMPRESSIONS,
+    FileSpan,
     Kinds,
-    Span,
     compression,
     decompressed,
     reading,
@@ -144,14 +144,14 @@ class InputFile(NamedTuple):
     read: Reader
     num_bytes: int
     """Size of the file, compressed or not."""
-    span: Span | None = None
+    span: FileSpan | None = None
     """The part of it to read. None: all."""
 
     def part(self, start: int, end: int) -> "InputFile":
         """Return the lines, or row groups, that begin in these bytes."""
         if (start, end) == (0, self.num_bytes):
             return self
-        return self._replace(num_bytes=end - start, span=Span(start, end))
+        return self._replace(num_bytes=end - start, span=FileSpan(start, end))
 
     def places(self) -> Sequence[int]:
         """Return the bytes where it can be cut, sorted. Reads a line, or a Parquet footer."""
