@@ -175,8 +175,6 @@ class Task:
     files: Sequence[InputFile]
     borders: Borders
     tokenizer: Tokenizer
-    of: int
-    """How many parts there are."""
     workers: int = 1
     """Processes that encode."""
     stored: str = ""
@@ -323,9 +321,11 @@ def prepare_parts(corpus: Corpus, progress: PreparationProgress) -> Meta | None:
         assert tokenizer is not None
         if line := in_words(plan.borders, shares):
             log(line)
-        tasks = _tasks(corpus, work, plan, tokenizer, files)
-        if stored:
-            tasks = [dataclasses.replace(task, stored=options.output) for task in tasks]
+        address = options.output if stored else ""
+        tasks = [
+            Task(corpus, work, number, some, plan.borders, tokenizer, stored=address)
+            for number, some in enumerate(cut_files(files, count))
+        ]
         if empty := sum(not task.files for task in tasks):
             log(f"{empty:,} of {count:,} parts are empty: the input is cut into {count - empty:,}")
         missing = _missing(tasks, stored)
@@ -412,16 +412,6 @@ def plan_of(folder: Path, about: dict[str, Any] | None = None) -> PartsPlan | No
         rule, fix = f"has no readable plan ({error})", f"delete {folder}, and try again"
         raise ConfigError("--output", str(folder), rule, fix) from error
     return plan if about is None or plan.about == about else None
-
-
-def _tasks(
-    corpus: Corpus, work: Path, plan: PartsPlan, tokenizer: Tokenizer, files: Sequence[InputFile]
-) -> list[Task]:
-    cut = cut_files(files, plan.about["parts"])
-    return [
-        Task(corpus, work, number, some, plan.borders, tokenizer, len(cut))
-        for number, some in enumerate(cut)
-    ]
 
 
 @contextmanager
