@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from jaxpar.config.errors import ConfigError
-from jaxpar.config.options import TO_ADDRESS, Argument, Range
+from jaxpar.config.options import TO_ADDRESS, Argument, Range, Written
 from jaxpar.config.rules.limits import TOKEN_ID
 
 #: Default share of the documents to hold out.
@@ -31,7 +31,7 @@ class _OutputOptions:
     """Replace an existing dataset in the output folder."""
     holdout: float = HOLDOUT
     """Share of the documents, selected by a hash of their text, to hold out for evaluation."""
-    split: str = ""
+    split: Annotated[tuple[float, ...] | None, Written("A,B,C", example="98,1,1")] = None
     """Sizes of the training, held-out and test split, such as 98,1,1, in place of --holdout."""
     eos_token: str | None = None
     """End-of-text token of a tokenizer.json. None: that of its tokenizer_config.json, or a special
@@ -45,10 +45,11 @@ class _OutputOptions:
     """Number of parts to write. 0: one for each 8 GiB of input."""
     part: Annotated[int | None, Range(0, 99_998, 0)] = None
     """Write only this part, from 0, as one task of an array of jobs with --parts, which share the
-    output's folder. The last task to finish completes the dataset. None: all that are missing."""
+    output's folder, or its address. The last task to finish completes the dataset. None: all that
+    are missing."""
     engine: Literal["processes", "ray"] = "processes"
     """Where parts are written: in processes of this host, or on a Ray cluster that shares the
-    output's folder (pip install 'jaxpar[ray]')."""
+    output's folder or address (pip install 'jaxpar[ray]')."""
 
     def __post_init__(self) -> None:
         given: Any = self  # each kind declares its inputs

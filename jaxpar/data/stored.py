@@ -22,6 +22,7 @@ from jaxpar.data.formats.meta import (
     PART_FILE,
     PLAN_FILE,
     PREPARE,
+    SENT_FILE,
     STREAM_FILE,
     documents_file,
     is_dataset_file,
@@ -84,15 +85,15 @@ CHECKSUMS = ".checksums"
 #: Bytes of a SHA-256.
 HEAD_BYTES = 32
 
-#: The file of a staging folder that names its address, and that of a part that lists what is sent.
-ADDRESS_FILE, SENT_FILE = "address", "sent.json"
-
 
 @contextmanager
-def whole_address(output: str, overwrite: bool) -> Iterator[Path]:
+def whole_address(output: str, overwrite: bool, task: int | None = None) -> Iterator[Path]:
     """Yield a folder that is uploaded to an address if the block succeeds, and then deleted.
 
-    Args:     overwrite: replace an existing dataset. Other objects are never replaced.
+    It is not if it has no meta.json: other processes write missing parts.
+
+    Args:     overwrite: replace an existing dataset. Other objects are never replaced. task: number
+              of this process, if several on this host write to the address.
     Raises:   ConfigError("--output", ...) if the address has other objects, or cannot be used;
               StoreError.
     """
@@ -100,7 +101,7 @@ def whole_address(output: str, overwrite: bool) -> Iterator[Path]:
     objects = Objects(address, "--output")
     _check_address(objects, output, overwrite)
     above = cache_folder("preparing")
-    staging = above / hashlib.sha256(str(address).encode()).hexdigest()[:16]
+    staging = above / hashlib.sha256(f"{address}{task}".encode()).hexdigest()[:16]
     shutil.rmtree(staging, ignore_errors=True)
     try:
         staging.mkdir(parents=True)
@@ -108,47 +109,47 @@ def whole_address(output: str, overwrite: bool) -> Iterator[Path]:
         rule = f"is written in {staging} first, which cannot be created: {error.strerror}"
         fix = "set XDG_CACHE_HOME to another folder"
         raise ConfigError("--output", output, rule, fix) from error
-    (staging / ADDRESS_FILE).write_text(str(address))
     try:
         yield staging
         if (staging / STREAM_FILE).exists():
             rule = "cannot be an address with --stream: training reads the text from this host"
             raise ConfigError("--output", output, rule, "leave out --stream")
+        if not (staging / META_FILE).exists():
+            return
         for file in sorted(staging.rglob("*.bin")):
             write_checksums(file)
-        (staging / ADDRESS_FILE).unlink()
         sent: dict[str, Content] = {}
         for file in sorted(staging.glob(f"*/{SENT_FILE}")):
             sent |= content_of(read_json(file))
-            file.unlink()
         upload_folder(objects, staging, META_FILE, overwrite, sent)
     except InUse:
-        raise _in_use(output) from None
+        if objects.read(META_FILE)[0] != (staging / META_FILE).read_bytes():
+            raise _in_use(output) from None  # otherwise, another task has written the same
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def send_part(folder: Path) -> None:
-    """Upload the tokens of a part that is complete, if its dataset is for an address.
+def send_part(folder: Path, output: str, replace: bool = False) -> None:
+    """Upload a part of a dataset for an address, part.json last; its large files are deleted here,
+    so that this host needs no space for all parts.
 
-    They are deleted here, so that this host needs no space for all parts. What an existing dataset
-    at the address has is replaced, so it is one no more.
-
-    Args:     folder: of the part, in that of the dataset. Raises:   StoreError.
+    Args:     replace: a dataset at the address, which is one no more. Raises:   StoreError.
     """
-    about, sent = folder.parent / ADDRESS_FILE, dict[str, Content]()
-    if not about.is_file():
-        return
-    objects = Objects(read_address("--output", about.read_text()), "--output")
-    objects.delete([META_FILE])
+    objects = Objects(read_address("--output", output), "--output")
+    if replace:
+        objects.delete([META_FILE])
+    large = sorted([*folder.glob("*.bin"), *folder.glob("*.documents.npy")])
     for file in sorted(folder.glob("*.bin")):
-        for one in (file, write_checksums(file)):
-            name = f"{folder.name}/{one.name}"
-            sent[name] = objects.upload(name, one)
-    listed = {name: content._asdict() for name, content in sent.items()}
+        large.append(write_checksums(file))
+    small = [file for file in (folder / COUNTS_FILE,) if file.exists()]
+    sent = {f"{folder.name}/{one.name}": one for one in (*large, *small)}
+    listed = {name: objects.upload(name, file)._asdict() for name, file in sent.items()}
     (folder / SENT_FILE).write_text(json.dumps(listed))
-    for name in listed:
-        (folder.parent / name).unlink()
+    for name in (SENT_FILE, PART_FILE):
+        if (folder / name).exists():
+            objects.upload(f"{folder.name}/{name}", folder / name)
+    for file in large:
+        file.unlink()
 
 
 def _check_address(objects: Objects, output: str, overwrite: bool) -> None:
@@ -205,7 +206,7 @@ def _checksums_in(
 
 def _stays(name: str) -> bool:
     """Return whether a file stays in the store."""
-    return name.endswith((".bin", COUNTS_FILE, PART_FILE, PLAN_FILE))
+    return name.endswith((".bin", COUNTS_FILE, PART_FILE, SENT_FILE, PLAN_FILE))
 
 
 #: Bytes of a file that is read once at a start, if nothing else tells whether it is intact.

@@ -1,9 +1,10 @@
 """Measure `data prepare` beside the raw encoder: python scripts/measure/encoding.py
 
 Source code of Python is encoded by a BPE that is trained on it. Cases take turns; each line has the
-CPU time (user and system) of a case, without that of starting the command, in each turn, and its
-median over that of the raw encoder, which encodes texts that are in memory. `--datatrove PYTHON`
-names an interpreter with datatrove and orjson, whose DocumentTokenizer is then measured too.
+CPU time (user and system) of a case, without that of starting the command, in each turn, and the
+median of its ratios to the raw encoder, which encodes texts in memory, in the same turn.
+`--datatrove PYTHON` names an interpreter with datatrove and orjson, whose DocumentTokenizer is then
+measured too.
 """
 
 import argparse
@@ -114,10 +115,10 @@ def main() -> None:
             for case, measure in cases.items():
                 found[case].append(measure())
         print(f"{text.stat().st_size / 1e6:.1f} MB, {os.cpu_count()} cores")
-        base = statistics.median(found["raw encoder"])
         for case, times in found.items():
             each = ", ".join(f"{one:.2f}" for one in times)
-            print(f"{case:22} {each} s: {statistics.median(times) / base:.3f}")
+            ratios = [a / b for a, b in zip(times, found["raw encoder"], strict=True)]
+            print(f"{case:22} {each} s: {statistics.median(ratios):.3f}")
 
 
 if __name__ == "__main__":

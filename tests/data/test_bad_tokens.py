@@ -499,10 +499,3 @@ def test_a_dtype_that_is_half_as_wide(tmp_path):
     with pytest.raises(ConfigError, match=said):
         open_tokens(tmp_path, hints=Hints("uint32"))
     assert open_tokens(tmp_path, hints=Hints("int64")).tokens[:].tolist() == TOKENS.tolist()
-
-
-def test_a_row_group_that_memory_may_not_hold_is_refused(tmp_path, monkeypatch):
-    (tmp_path / "x.parquet").write_bytes(table(input_ids=[[1, 2, 3], [4]]))
-    monkeypatch.setattr("jaxpar.data.formats.token_table.BLOCK_TOKENS", 3)
-    with pytest.raises(ConfigError, match=r"has 4 tokens in one row group\. Fix: write it"):
-        open_tokens(tmp_path)

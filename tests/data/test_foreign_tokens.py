@@ -18,6 +18,7 @@ from jaxpar.data.formats.convert import convert
 from jaxpar.data.formats.inspect import inspect_tokens
 from jaxpar.data.formats.others import FORMATS
 from jaxpar.data.formats.token_file import Hints
+from jaxpar.data.formats.token_table import TableRows
 from jaxpar.data.formats.tokens import TokenDataset
 from jaxpar.data.loader import Loader
 from jaxpar.data.options import ConvertOptions, InspectOptions
@@ -202,3 +203,41 @@ def test_the_page_has_the_table_of_formats():
     for one in FORMATS.values():
         name = one.title.removeprefix("a ").split()[0]
         assert [row for row in rows if name in row.split("|")[1]], one.title
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_row_groups_above_the_limit_are_read_in_blocks_of_rows(kind, tmp_path, monkeypatch):
+    """One after another, each is decoded once; anywhere, from the start of its group."""
+    draws = np.random.default_rng(0)
+    rows = [draws.integers(0, 1 << 20, n).tolist() for n in draws.integers(0, 90, 500)]
+    column = pyarrow.table({"input_ids": rows})
+    path = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        pyarrow.parquet.write_table(column, path, row_group_size=180, data_page_size=512)
+    else:
+        with pyarrow.ipc.new_file(path, column.schema) as writer:
+            writer.write_table(column, max_chunksize=180)
+    monkeypatch.setattr("jaxpar.data.formats.token_table.BLOCK_TOKENS", 700)
+    decoded = []
+    of_group = TableRows._of_group
+
+    def counted(self, first):
+        decoded.append(first)
+        return of_group(self, first)
+
+    monkeypatch.setattr(TableRows, "_of_group", counted)
+    found = open_tokens(path)
+    assert found.num_documents == sum(map(bool, rows))
+    expected = np.concatenate([np.array(row, np.int64) for row in rows])
+    most, blocks = max(map(len, rows)), TableRows(path)
+    assert blocks.num_blocks >= len(expected) / 700
+    passes = len(decoded)
+    assert passes == 6  # for the lengths of rows, and for the largest token
+    sizes = [sum(map(len, blocks.read(block))) for block in range(blocks.num_blocks)]
+    assert max(sizes) <= 2 * 700 + most and len(decoded) == passes + 3
+    np.testing.assert_array_equal(found.tokens[:], expected)
+    assert len(decoded) == passes + 6
+    for start in draws.integers(0, len(expected) - 50, 40):
+        window = found.windows(np.array([start, start // 2]), 50)
+        np.testing.assert_array_equal(window[0], expected[start : start + 50])
+        np.testing.assert_array_equal(window[1], expected[start // 2 :][:50])

@@ -110,7 +110,7 @@ def test_held_out_batches_are_in_text_order_and_wrap_around(cfg, dataset):
 def test_the_test_split(cfg, corpus, tmp_path):
     """Read and inspected like the held-out one."""
     out = str(tmp_path / "out")
-    prepare(PrepareOptions(input=(str(corpus),), output=out, split="6,2,2"))
+    prepare(PrepareOptions(input=(str(corpus),), output=out, split=(6, 2, 2)))
     found = Loader(replace(cfg, **{"data.path": out}), make_mesh(), "test").batch(0)
     opened = TokenDataset.open(out, "test")
     expected = cut_sequences(opened.tokens, opened.document_offsets, np.arange(BATCH), LENGTH, True)

@@ -21,6 +21,7 @@ from jaxpar.data.tokenizer import train_bpe
 from jaxpar.runtime import exit_codes
 from jaxpar.runtime.files import json_lines
 from tests.data.test_parts import assert_same
+from tests.stores.server import server
 
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
@@ -48,7 +49,7 @@ def code(tmp_path_factory) -> Path:
     return folder
 
 
-def options(code: Path, output: Path, **more) -> PrepareOptions:
+def options(code: Path, output: Path | str, **more) -> PrepareOptions:
     tokenizer = str(code / "tokenizer.json")
     told = {"input": (str(code / "text"),), "output": str(output), "tokenizer": tokenizer}
     return PrepareOptions(**told, holdout=0.01, **more)
@@ -122,8 +123,15 @@ def processes_of_parts(session: str) -> list[int]:
     return found
 
 
-def test_four_workers_of_ray_of_which_one_is_killed(code, one, seven, tmp_path, monkeypatch):
+@pytest.mark.parametrize("at", ["a folder", "an address"])
+def test_four_workers_of_ray_of_which_one_is_killed(at, code, one, seven, tmp_path, monkeypatch):
     ray = pytest.importorskip("ray")
+    output = str(tmp_path / "out")
+    if at == "an address":
+        output, more = str(server().address()), {"AWS_ENDPOINT_URL": server().url}
+        more |= {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_REGION": "any"}
+        for name, value in (more | {"XDG_CACHE_HOME": str(tmp_path / "cache")}).items():
+            monkeypatch.setenv(name, value)
     killed = list[int]()
 
     class Progress(PreparationProgress):
@@ -138,12 +146,13 @@ def test_four_workers_of_ray_of_which_one_is_killed(code, one, seven, tmp_path, 
     with tempfile.TemporaryDirectory(dir="/tmp") as session:  # a path of a socket is short
         ray.init(num_cpus=4, log_to_driver=False, include_dashboard=False, _temp_dir=session)
         try:
-            prepare(options(code, tmp_path / "out", parts=7, engine="ray"), Progress())
+            made = prepare(options(code, output, parts=7, engine="ray"), Progress())
         finally:
             ray.shutdown()
-    assert killed
-    assert (tmp_path / "out" / "meta.json").read_text() == (seven / "meta.json").read_text()
-    assert_same(one, tmp_path / "out")
+    assert killed and made == read_meta(seven)
+    if at == "a folder":
+        assert (tmp_path / "out" / "meta.json").read_text() == (seven / "meta.json").read_text()
+        assert_same(one, tmp_path / "out")
 
 
 def test_a_run_goes_on_with_the_same_losses(train_on, config_file, text_file, tmp_path):

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from jax.sharding import Mesh
 
 from jaxpar.config import Config, ConfigError, replace
+from jaxpar.data.formats import readers
 from jaxpar.data.formats.arrays import DocumentOffsets, FileArray, Joined
 from jaxpar.data.formats.identity import BASE, BLOCK, MODULUS, StreamHash
 from jaxpar.data.formats.inspect import inspect_tokens
@@ -25,6 +28,8 @@ from jaxpar.data.options import (
     PreparePairsOptions,
 )
 from jaxpar.data.prepare import parts, text
+from jaxpar.data.prepare.documents import InputFile
+from jaxpar.data.prepare.progress import PreparationProgress
 from jaxpar.data.prepare.records_command import prepare_records
 from jaxpar.data.prepare.text import prepare
 from jaxpar.sharding.axes import AXES
@@ -44,9 +49,21 @@ def files(tmp_path_factory) -> Path:
     return folder
 
 
-def run(output: Path, files: Path, **more):
+class Said(PreparationProgress):
+    """Keeps the lines of the log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def log(self, line: str) -> None:
+        self.lines.append(line)
+
+
+def run(output: Path, files: Path, progress: PreparationProgress | None = None, **more):
     """Prepares them."""
-    return prepare(PrepareOptions(input=(str(files),), output=str(output), holdout=0.2, **more))
+    options = PrepareOptions(input=(str(files),), output=str(output), holdout=0.2, **more)
+    return prepare(options, progress)
 
 
 @pytest.fixture(scope="session")
@@ -119,6 +136,69 @@ def test_one_file_is_cut_at_its_lines(kind, tmp_path):
     if kind == "lines":
         with pytest.raises(ConfigError, match=r"a\.jsonl, byte 605': is not valid JSON"):
             run(tmp_path / "bad", path, parts=90, workers=1)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "gz", "zst"])
+def test_files_that_are_not_cut_anywhere(kind, tmp_path):
+    """Parquet is cut between row groups. What parts have nothing is said."""
+    texts = [f"row {i} " + "long " * (i * i % 300) for i in range(90)]
+    texts[33] = ""
+    (tmp_path / "in").mkdir()
+    for n, size in enumerate((10, 50, 25, 5)):
+        some, texts = texts[:size], texts[size:]
+        path = tmp_path / "in" / f"{n}.jsonl.{kind}"
+        content = "".join(json.dumps({"text": text}) + "\n" for text in some).encode()
+        if kind == "parquet":
+            table = pa.table({"id": range(size), "text": some})
+            pq.write_table(table, path.with_name(f"{n}.parquet"), row_group_size=4)
+        else:
+            zstd = pa.compress(content, "zstd").to_pybytes()
+            path.write_bytes(gzip.compress(content) if kind == "gz" else zstd)
+    pieces = 3 + 13 + 7 + 2 if kind == "parquet" else 4
+    for count in (1, 2, 4, 9, 40):
+        said = Said()
+        made = run(tmp_path / f"{count}", tmp_path / "in", said, parts=count, workers=1)
+        assert_same(tmp_path / "1", tmp_path / f"{count}")
+        inputs = sum(bool(part.num_tokens) for part in made.splits["train"].parts)
+        assert inputs >= min(count, pieces) * 0.6
+        empty = [line for line in said.lines if "parts are empty: the input is cut into" in line]
+        assert bool(empty) == (count > pieces)
+
+
+def test_errors_in_a_part_of_parquet_have_the_row_of_the_file(tmp_path):
+    texts = ["fine"] * 40
+    texts[30] = None
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=4)
+    with pytest.raises(ConfigError, match=r"a\.parquet, row 31': column 'text' must be text"):
+        run(tmp_path / "out", tmp_path / "a.parquet", parts=9, workers=1)
+
+
+def test_shares_of_parts(tmp_path):
+    """As near to equal as files can be cut; each is read once, in order."""
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 100)
+
+    def sizes(files: list[int], count: int, lines=()) -> list[int]:
+        names = {n: tmp_path / ("a.jsonl" if n in lines else f"{n}.gz") for n in range(len(files))}
+        inputs = [InputFile(names[n], readers.read_jsonl, size) for n, size in enumerate(files)]
+        cut = parts.cut_files(inputs, count)
+        found = [(one.path, one.span or (0, one.num_bytes)) for part in cut for one in part]
+        at = {path: 0 for path in names.values()}
+        for path, (start, end) in found:
+            assert at[path] == start
+            at[path] = end
+        assert at == {names[n]: size for n, size in enumerate(files)}
+        order = [path for path, _ in itertools.groupby(path for path, _ in found)]
+        assert order == [*names.values()]
+        return [sum(one.num_bytes for one in part) for part in cut]
+
+    assert sizes([30, 100, 100, 100], 4) == [30, 100, 100, 100]
+    assert sizes([105, 95, 100, 100], 4) == [105, 95, 100, 100]
+    assert sizes([10] * 9, 4) == [20, 20, 20, 30]
+    assert sizes([90, 10, 10, 10], 2) == [90, 30]
+    assert sizes([100, 1, 1, 0], 5) == [100, 1, 1, 0, 0]
+    assert sizes([0, 0], 2) == [0, 0]
+    assert sizes([1400, 100, 0], 3, lines=(0,)) == [500, 500, 500]
+    assert sizes([70, 1400, 30], 3, lines=(1,)) == [500, 500, 500]
 
 
 def chat(number: int) -> dict:
@@ -222,7 +302,7 @@ def test_a_trained_tokenizer_is_that_of_the_plan(files, tmp_path):
         ({"parts": 4, "part": 4}, "--part", "must be below the number of parts, 4"),
         ({"part": 1}, "--part", "must be below the number of parts, 1"),
         ({"parts": 2, "stream": True}, "--parts", "cannot go with --stream"),
-        ({"parts": 2, "part": 0, "output": "s3://b/c"}, "--output", "need a folder that all"),
+        ({"parts": 2, "part": 0, "output": "s3://b/c", "overwrite": True}, "--overwrite", "--part"),
     ],
 )
 def test_refusals(options, field, rule, files, tmp_path):

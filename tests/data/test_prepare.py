@@ -3,6 +3,7 @@
 import hashlib
 import itertools
 import json
+import math
 import shlex
 import subprocess
 import sys
@@ -112,10 +113,20 @@ def test_holdout_depends_on_content_alone():
     assert 0.07 < len(held[0.1]) / len(texts) < 0.13
 
 
+def test_sizes_on_the_command_line(corpus, tmp_path, capsys):
+    """They are written as a list of a config."""
+    asked = ["prepare", "--input", str(corpus), "--output", str(tmp_path / "out"), "--split"]
+    assert main([*asked, "4, 3,3"]) == 0
+    assert read_meta(tmp_path / "out").splits == run(tmp_path / "b", corpus, split=(4, 3, 3)).splits
+    assert main([*asked, "most,1,1", "--overwrite"]) == 2
+    said = "--split = 'most,1,1': must be a list of numbers, separated by commas"
+    assert said in (error := capsys.readouterr().err) and "--split 98,1,1" in error
+
+
 def test_sizes_of_three_splits(corpus, texts, tmp_path):
     """Every document once; those held out are the same as without a test split."""
     out = tmp_path / "out"
-    meta = run(out, corpus, split="4, 3, 3")
+    meta = run(out, corpus, split=(4, 3, 3))
     assert (meta.holdout, meta.test) == (0.3, 0.3) and read_meta(out) == meta
     train, val, test = (stored_documents(out, name) for name in ("train", "val", "test"))
     assert train + val + test != texts and sorted(train + val + test) == sorted(texts)
@@ -131,7 +142,7 @@ def test_sizes_of_three_splits(corpus, texts, tmp_path):
 
 
 def test_sizes_are_relative(corpus, tmp_path):
-    first = run(tmp_path / "first", corpus, split="70,30,0")
+    first = run(tmp_path / "first", corpus, split=(70, 30, 0))
     assert first == run(tmp_path / "again", corpus, holdout=0.3)
 
 
@@ -192,13 +203,13 @@ def test_blank_documents_are_dropped(tmp_path):
         ({"holdout": 1.0}, "--holdout", "below 1"),
         ({"holdout": -0.1}, "--holdout", "at least 0"),
         ({"holdout": float("nan")}, "--holdout", "at least 0"),
-        ({"split": "98,2"}, "--split", "three sizes"),
-        ({"split": "0,1,1"}, "--split", "three sizes"),
-        ({"split": "98,-1,1"}, "--split", "three sizes"),
-        ({"split": "98,nan,1"}, "--split", "three sizes"),
-        ({"split": "inf,1,1"}, "--split", "three sizes"),
-        ({"split": "most,1,1"}, "--split", "three sizes"),
-        ({"split": "98,1,1", "holdout": 0.1}, "--holdout", "cannot go with --split"),
+        ({"split": (98, 2)}, "--split", "three sizes"),
+        ({"split": (0, 1, 1)}, "--split", "three sizes"),
+        ({"split": (98, -1, 1)}, "--split", "three sizes"),
+        ({"split": (98, math.nan, 1)}, "--split", "three sizes"),
+        ({"split": (math.inf, 1, 1)}, "--split", "three sizes"),
+        ({"split": ()}, "--split", "three sizes"),
+        ({"split": (98, 1, 1), "holdout": 0.1}, "--holdout", "cannot go with --split"),
         ({"workers": 0}, "--workers", "at least 1"),
         ({"separator": ""}, "--separator", "must not be empty"),
         ({"tokenizer": "gpt3"}, "--tokenizer", "is neither bytes"),

@@ -17,10 +17,11 @@ from jaxpar.config import Config, ConfigError, Source, replace
 from jaxpar.config.rules.paths import Address
 from jaxpar.config.validate import check
 from jaxpar.data import stored as stored_folder
-from jaxpar.data.formats.meta import META_FILE
+from jaxpar.data.formats.meta import META_FILE, read_meta
 from jaxpar.data.loader import Loader
 from jaxpar.data.options import PrepareOptions
-from jaxpar.data.prepare.text import prepare
+from jaxpar.data.prepare.stored_parts import StoredParts
+from jaxpar.data.prepare.text import TextCorpus, prepare
 from jaxpar.data.sources import fingerprint, open_sources, tokenizer_folder
 from jaxpar.data.stored import whole_address
 from jaxpar.runtime.exit_codes import RunError
@@ -328,7 +329,129 @@ def test_parts_leave_this_host_when_they_are_complete(data, text, s3, monkeypatc
     assert_same_batches(loader(config(data)), loader(config(tmp_path / "here")), range(3))
     listed = listed_files(objects_at(data))
     assert {f"part-{n:05}/train.bin" for n in range(3)} <= listed.keys()
-    assert not [name for name in listed if name.endswith(("sent.json", "address"))]
+    found = {one.name for one in objects_at(data).names()}
+    assert listed.keys() | {META_FILE, folders.FILES} == found
+
+
+@pytest.fixture
+def task(data, text, tmp_path, monkeypatch):
+    """Writes a part of seven, as a task on a host of its own; None: those that are missing."""
+    (tmp_path / "in").mkdir()
+    lines = text.read_text().splitlines(keepends=True)
+    for number in range(9):
+        (tmp_path / f"in/{number}.jsonl").write_text("".join(lines[number::9]))
+
+    def run(part: int | None, output=data, **more):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / f"cache-{part}"))
+        asked = {"input": (str(tmp_path / "in"),), "holdout": 0.2, "parts": 7, "workers": 1} | more
+        return prepare(PrepareOptions(output=str(output), part=part, **asked))
+
+    return run
+
+
+def test_tasks_that_share_only_a_store(task, data, tmp_path, s3):
+    """In any order; one is killed as it sends, one runs again. The last one makes the dataset."""
+    task(None, tmp_path / "here")
+    for part in (6, 2, 0):
+        assert task(part) is None
+    s3.fault = lambda method, path: 403 if "part-00005/sent.json" in path else None
+    with pytest.raises(ConfigError):
+        task(5)
+    s3.fault = lambda method, path: None
+    with pytest.raises(ConfigError, match="has no dataset"):
+        open_sources(config(data), "train")
+    for part in (5, 2, 3, 1):
+        assert task(part) is None
+    with pytest.raises(ConfigError, match=r"has parts in s3://.* that differ in --tokenizer"):
+        task(4, tokenizer="bpe:300")
+    made = task(4)
+    assert made == read_meta(tmp_path / "here")
+    assert task(4) == made  # again, after the dataset is complete
+    for split in ("train", "val"):
+        there, here = (loader(config(path), split) for path in (data, tmp_path / "here"))
+        assert_same_batches(there, here, range(3))
+    objects = objects_at(data)
+    names = {one.name for one in objects.names()}
+    assert names == {*listed_files(objects), META_FILE, folders.FILES}
+    assert not list(tmp_path.glob("cache-*/jaxpar/preparing/*"))
+    with pytest.raises(ConfigError, match="already has a dataset"):
+        task(4, tokenizer="bpe:300")
+
+
+def test_the_plan_is_that_of_the_first_task(task, tmp_path, monkeypatch):
+    """Two tasks begin at the same time, and train a tokenizer each; two see that all is there."""
+    task(None, tmp_path / "here", tokenizer="bpe:300", parts=2)
+    assert task(0, tokenizer="bpe:300", parts=2) is None
+    copy, delayed = StoredParts.copy, []
+
+    def late(self, name, folder):
+        delayed.append(name)
+        return len(delayed) > 2 and copy(self, name, folder)  # as it looks, there is no plan
+
+    monkeypatch.setattr(StoredParts, "copy", late)
+    found, fetch = [], StoredParts.fetch
+
+    def both(self, work, folders):
+        fetch(self, work, folders)
+        monkeypatch.setattr(StoredParts, "fetch", fetch)
+        monkeypatch.setattr(StoredParts, "copy", copy)
+        found.append(task(0, tokenizer="bpe:300", parts=2))
+
+    monkeypatch.setattr(StoredParts, "fetch", both)
+    found.append(task(1, tokenizer="bpe:300", parts=2))
+    assert found == [read_meta(tmp_path / "here")] * 2 and "plan.json" in delayed
+
+
+def test_a_command_that_was_stopped_goes_on_in_a_store(task, data, tmp_path, monkeypatch):
+    task(None, tmp_path / "here")
+    written, write = [], TextCorpus.write
+
+    def stopped(self, one, folder, report):
+        written.append(one.number)
+        if len(written) == 4:
+            raise KeyboardInterrupt
+        return write(self, one, folder, report)
+
+    monkeypatch.setattr(TextCorpus, "write", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        task(None)
+    assert task(None) == read_meta(tmp_path / "here")
+    assert written == [0, 1, 2, 3, 3, 4, 5, 6]
+    with pytest.raises(ConfigError, match="already has a dataset"):
+        task(None)
+    other = task(None, tokenizer="bpe:300", parts=2, overwrite=True)
+    assert len(other.splits["train"].parts) == 2
+    assert fingerprint(config(data)) == other.fingerprint
+    names = {one.name for one in objects_at(data).names()}
+    assert names == {*listed_files(objects_at(data)), META_FILE, folders.FILES}
+
+
+@pytest.mark.parametrize("most", [700, 1 << 30])
+def test_convert_sends_parts_when_they_are_complete(data, here, s3, monkeypatch, tmp_path, most):
+    """It keeps tokens, documents and bytes of text, and one part here at a time."""
+    monkeypatch.setattr("jaxpar.data.formats.convert.PART_TOKENS", most)
+    upload, held = stored_folder.Objects.upload, []
+
+    def counted(self, name, file, beside=1):
+        found = (tmp_path / "cache/jaxpar/preparing").rglob("*.bin")
+        held.append(sum(path.stat().st_size for path in found))
+        return upload(self, name, file, beside)
+
+    monkeypatch.setattr(stored_folder.Objects, "upload", counted)
+    both = ["--input", str(here), str(here), "--held-out", str(here), "--tokenizer", "bytes"]
+    for output in (data, tmp_path / "copy"):
+        assert main(["convert", *both, "--to", "jaxpar", "--output", str(output)]) == 0
+    assert fingerprint(config(data)) == fingerprint(config(tmp_path / "copy"))
+    for split in ("train", "val"):
+        assert_same_batches(loader(config(data), split), loader(config(tmp_path / "copy"), split))
+    places = tokenizer_folder(config(data)), tmp_path / "copy"
+    (train, val), copied = (list(read_meta(place).splits.values()) for place in places)
+    assert [train.num_bytes, val.num_bytes] == [one.num_bytes for one in copied]
+    assert read_meta(places[0]).unigram_entropy == read_meta(places[1]).unigram_entropy
+    assert most < 1000 or len(train.parts) == 1
+    assert max(held) == 2 * max(part.num_tokens for part in train.parts)
+    for part in train.parts[:-1]:
+        assert most <= part.num_tokens <= most + 140
 
 
 def test_inspect_takes_an_address(made, data, here, capsys):

@@ -38,7 +38,7 @@ def test_a_run_stops_early_as_it_would_have_without_a_pause(
     train_on, config_file, text_file, tmp_path, capsys
 ):
     three = str(tmp_path / "three")
-    prepare(PrepareOptions(input=(str(text_file),), output=three, split="2,1,1"))
+    prepare(PrepareOptions(input=(str(text_file),), output=three, split=(2, 1, 1)))
 
     def train(name: str, *more: str) -> Path:
         run = tmp_path / name

@@ -38,7 +38,7 @@ from tests.slow import slow
 def three(text_file, tmp_path_factory) -> str:
     """The verses in three splits."""
     output = str(tmp_path_factory.mktemp("three") / "verses")
-    prepare(PrepareOptions(input=(str(text_file),), output=output, split="2,1,1"))
+    prepare(PrepareOptions(input=(str(text_file),), output=output, split=(2, 1, 1)))
     return output
 
 

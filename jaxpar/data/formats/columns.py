@@ -32,15 +32,40 @@ ABOUT_FILES = (STATE_FILE, "dataset_info.json")
 
 def read_parquet(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piece]:
     """Read the documents of a Parquet file: a column of strings, in small batches of rows."""
-    pyarrow, field = import_pyarrow(path), options.text_field
+    pyarrow, field, span = import_pyarrow(path), options.text_field, options.span
 
-    def batches() -> Iterator[Any]:
+    def batches() -> Iterator[tuple[int, Any]]:
         # By default, a complete row group is read at once, which may be the complete file.
         table = pyarrow.parquet.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False)
         _check_column(table.schema_arrow.names, path, field)
-        yield from table.iter_batches(batch_size=BATCH_ROWS, columns=[field])
+        groups, row = list(range(table.num_row_groups)), 0
+        if span is not None:
+            starts = [0, *_starts(table.metadata)[1:]]
+            groups = [i for i in groups if span.start <= starts[i] < span.end]
+            row = sum(table.metadata.row_group(i).num_rows for i in range(min(groups, default=0)))
+        for batch in table.iter_batches(BATCH_ROWS, groups, columns=[field]):
+            yield row, batch
+            row += len(batch)
 
     yield from _rows(batches, "Parquet", pyarrow, path, options, file.tell)
+
+
+def row_group_starts(path: Path) -> Sequence[int]:
+    """Return the first byte of each row group but the first; none if it cannot be cut there.
+
+    Of a damaged file, too: reading it raises the error.
+    """
+    pyarrow = import_pyarrow(path)
+    try:
+        with path.open("rb") as file:
+            found = _starts(pyarrow.parquet.read_metadata(file))[1:]
+    except (pyarrow.ArrowException, OSError, IndexError):
+        return ()
+    return found if found == sorted(found) else ()
+
+
+def _starts(about: Any) -> list[int]:
+    return [about.row_group(i).column(0).data_page_offset for i in range(about.num_row_groups)]
 
 
 def read_arrow(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piece]:
@@ -51,14 +76,14 @@ def read_arrow(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Pie
         _check_stream_end(file, path)
     file.seek(0)
 
-    def batches() -> Iterator[Any]:
+    def batches() -> Iterator[tuple[int, Any]]:
         reader = pyarrow.ipc.open_file(file) if is_file else pyarrow.ipc.open_stream(file)
         _check_column(reader.schema.names, path, field)
-        if not is_file:
-            yield from (batch.select([field]) for batch in reader)
-            return
-        for i in range(reader.num_record_batches):
-            yield reader.get_batch(i).select([field])
+        found = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+        row = 0
+        for batch in found:
+            yield row, batch.select([field])
+            row += len(batch)
 
     yield from _rows(batches, "Arrow", pyarrow, path, options, file.tell)
 
@@ -72,7 +97,7 @@ def _check_stream_end(file: BinaryIO, path: Path) -> None:
 
 
 def _rows(
-    batches: Callable[[], Iterator[Any]],
+    batches: Callable[[], Iterator[tuple[int, Any]]],
     kind: str,
     pyarrow: Any,
     path: Path,
@@ -81,10 +106,9 @@ def _rows(
 ) -> Iterator[Piece]:
     row = 0
     try:
-        for batch in batches():
+        for first, batch in batches():
             _check_offsets(batch.column(0), pyarrow)
-            for value in batch.column(0):
-                row += 1
+            for row, value in enumerate(batch.column(0), first + 1):
                 try:
                     text = _text(value, f"{path}, row {row}", options.text_field)
                 except BadRow as error:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Final, cast
+from typing import Any, BinaryIO, Final, NamedTuple, cast
 
 from jaxpar.config import ConfigError
 from jaxpar.runtime.units import size
@@ -57,6 +57,13 @@ def reading(path: Path) -> Iterator[None]:
         where, why = error.filename or path, error.strerror or error
         fix = "check the file and its permissions"
         raise input_error(str(where), f"cannot be read: {why}", fix) from error
+
+
+class FileSpan(NamedTuple):
+    """Bytes of a file. The lines, or row groups, that begin in it are read."""
+
+    start: int
+    end: int
 
 
 class Kinds:

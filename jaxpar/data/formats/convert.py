@@ -9,7 +9,7 @@ from msgspec import structs
 
 from jaxpar.config import ConfigError
 from jaxpar.config.options import check_ranges
-from jaxpar.config.rules.paths import check_path
+from jaxpar.config.rules.paths import check_path, is_address
 from jaxpar.data.formats import megatron
 from jaxpar.data.formats.meta import (
     COUNTS_FILE,
@@ -20,6 +20,7 @@ from jaxpar.data.formats.meta import (
     VAL,
     Meta,
     Part,
+    part_folder,
 )
 from jaxpar.data.formats.others import FORMATS
 from jaxpar.data.formats.token_file import Hints
@@ -28,9 +29,13 @@ from jaxpar.data.formats.writer import SplitWriter, whole_folder, write_meta
 from jaxpar.data.options import ConvertOptions
 from jaxpar.data.prepare.progress import PreparationProgress
 from jaxpar.data.sources import check_made_by, open_tokens
+from jaxpar.data.stored import send_part
 from jaxpar.data.stream.tokens import StreamedTokens
 from jaxpar.data.tokenizer import NoTokenizer, Tokenizer, load_tokenizer, open_tokenizer
 from jaxpar.runtime.files import atomic
+
+#: Tokens of a part of a dataset in a store.
+PART_TOKENS = 1 << 30
 
 
 def convert(options: ConvertOptions, progress: PreparationProgress | None = None) -> str:
@@ -146,13 +151,10 @@ def _write_folder(
         raise ConfigError("--input", " ".join(options.input), rule, fix)
     with whole_folder(options.output, options.overwrite) as folder:
         known = tokenizer or NoTokenizer(vocab_size, eos_id)
-        writers = {split: SplitWriter(folder, split, vocab_size, eos_id) for split in (TRAIN, VAL)}
-        splits = {
-            TRAIN: [_copy(inputs, writers[TRAIN], progress)],
-            VAL: [_copy(held_out, writers[VAL], progress)],
-        }
-        named, counts = (*options.input, *options.held_out), writers[TRAIN].token_counts
-        write_meta(folder, known, counts, splits, inputs=named, holdout=0.0)
+        copies = _Copies(options, folder, known, progress)
+        splits = {TRAIN: copies.copy(TRAIN, inputs), VAL: copies.copy(VAL, held_out)}
+        named = (*options.input, *options.held_out)
+        write_meta(folder, known, copies.counts[TRAIN], splits, inputs=named, holdout=0.0)
 
 
 def _write_manifest(options: ConvertOptions, inputs: Sequence[TokenDataset]) -> None:
@@ -213,22 +215,65 @@ def _counts(dataset: TokenDataset, vocab_size: int) -> np.ndarray:
     return counts
 
 
-def _copy(
-    datasets: Sequence[TokenDataset], writer: SplitWriter, progress: PreparationProgress
-) -> Part:
-    total = sum(dataset.tokens.nbytes for dataset in datasets)
-    for dataset in datasets:
-        before = writer.num_tokens
-        for chunk in _checked_chunks(dataset):
-            writer.copy(chunk)
-            itemsize = chunk.dtype.itemsize
-            progress.advance(writer.num_tokens * itemsize, total, writer.num_tokens)
-        writer.end_documents(before + dataset.document_offsets[1:])
-        if dataset.meta is not None:
-            writer.num_bytes += dataset.meta.splits[dataset.split].num_bytes
-    if any(dataset.meta is None for dataset in datasets):
-        writer.num_bytes = 0  # unknown if it is unknown for one input
-    return writer.close()
+class _Copies:
+    """Copies splits into a folder: each in one part; for an address in parts, which leave this host
+    when they are complete."""
+
+    def __init__(
+        self,
+        options: ConvertOptions,
+        folder: Path,
+        tokenizer: Tokenizer | NoTokenizer,
+        progress: PreparationProgress,
+    ):
+        self._folder, self._tokenizer, self._progress = folder, tokenizer, progress
+        self._options, self._in_parts, self._number = options, is_address(options.output), 0
+        #: How often each token is in a split: int64 [vocab_size].
+        self.counts: dict[str, np.ndarray] = {}
+
+    def copy(self, split: str, datasets: Sequence[TokenDataset]) -> list[Part]:
+        """Copy datasets. Returns:  the parts of the split, at least one."""
+        self.counts[split] = np.zeros(self._tokenizer.vocab_size, np.int64)
+        total, done, parts = sum(dataset.num_tokens for dataset in datasets), 0, list[Part]()
+        knows_bytes = all(dataset.meta for dataset in datasets)  # of all, or of none
+        most = PART_TOKENS if self._in_parts else 1 << 62
+        writer = self._begin(split)
+        for dataset in datasets:
+            offsets, at, end, document = dataset.document_offsets, 0, 0, 0
+            num_bytes = dataset.meta.splits[dataset.split].num_bytes if dataset.meta else 0
+            for chunk in _checked_chunks(dataset):
+                while len(chunk):
+                    if at == end:  # copy documents until the part is full
+                        if writer.num_tokens >= most:
+                            parts.append(self._complete(writer, split))
+                            writer = self._begin(split)
+                        wanted = min(at + most - writer.num_tokens, dataset.num_tokens)
+                        last = int(offsets.searchsorted(wanted))
+                        ends = offsets[document + 1 : last + 1]
+                        writer.end_documents(writer.num_tokens - at + ends)
+                        document, end = last, int(offsets[last])
+                        before, after = (num_bytes * n // dataset.num_tokens for n in (at, end))
+                        writer.num_bytes += (after - before) * knows_bytes
+                    some, chunk = chunk[: end - at], chunk[end - at :]
+                    writer.copy(some)
+                    at, done = at + len(some), done + len(some)
+                    size = chunk.dtype.itemsize
+                    self._progress.advance(done * size, total * size, done)
+        return [*parts, self._complete(writer, split)]
+
+    def _begin(self, split: str) -> SplitWriter:
+        folder = self._folder / part_folder(self._number) if self._in_parts else self._folder
+        folder.mkdir(exist_ok=True)
+        return SplitWriter(folder, split, self._tokenizer.vocab_size, self._tokenizer.eos_id)
+
+    def _complete(self, writer: SplitWriter, split: str) -> Part:
+        part = writer.close()
+        self.counts[split] += writer.token_counts
+        if not self._in_parts:
+            return part
+        name, self._number = part_folder(self._number), self._number + 1
+        send_part(self._folder / name, self._options.output, self._options.overwrite)
+        return structs.replace(part, name=f"{name}/{split}")
 
 
 # ---------------------------------------------------------------------------- other formats

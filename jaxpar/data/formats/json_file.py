@@ -13,6 +13,7 @@ from jaxpar.data.formats.compressed import (
     MAX_LINE_BYTES,
     READ_BYTES,
     SKIP,
+    FileSpan,
     RowCounts,
     bad_row,
     decompressed,
@@ -34,15 +35,8 @@ class JsonText(NamedTuple):
     """First byte, in the decompressed file."""
 
 
-class LineSpan(NamedTuple):
-    """Bytes of a file of lines: those lines that begin in it."""
-
-    start: int
-    end: int
-
-
 def json_records(
-    file: BinaryIO, path: Path, rows: RowCounts, span: LineSpan | None = None
+    file: BinaryIO, path: Path, rows: RowCounts, span: FileSpan | None = None
 ) -> Generator[tuple[JsonText, Any]]:
     """Yield the values of a JSON file with their texts; blank lines are skipped.
 
@@ -60,7 +54,7 @@ def json_records(
 
 
 def json_texts(
-    file: BinaryIO, path: Path, rows: RowCounts, span: LineSpan | None = None
+    file: BinaryIO, path: Path, rows: RowCounts, span: FileSpan | None = None
 ) -> Iterator[JsonText]:
     """Yield the texts of the values of a JSON file in order, without parsing lines.
 
@@ -128,7 +122,7 @@ def _is_value(text: bytes) -> bool:
 
 
 def _lines(
-    stream: BinaryIO, path: Path, rows: RowCounts, span: LineSpan | None = None
+    stream: BinaryIO, path: Path, rows: RowCounts, span: FileSpan | None = None
 ) -> Iterator[JsonText]:
     """Yield the lines that are not blank. The first may be the beginning of a long array."""
     end, first = 0, True

@@ -50,6 +50,9 @@ MAX_VOCAB_SIZE = 1 << 24
 
 META_FILE, COUNTS_FILE = "meta.json", "counts.npy"
 PLAN_FILE, PART_FILE = "plan.json", "part.json"
+
+#: In the folder of a part in a store: its other files.
+SENT_FILE = "sent.json"
 STREAM_FILE, FRAMES_FILE = "stream.json", "frames.npy"
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -103,7 +106,7 @@ def is_dataset_file(name: str) -> bool:
     """
     folder, _, inner = name.rpartition("/")
     if folder:
-        known = [*_OF_PARTS, COUNTS_FILE, PART_FILE]
+        known = [*_OF_PARTS, COUNTS_FILE, PART_FILE, SENT_FILE]
         return re.fullmatch(r"part-\d{5}", folder) is not None and inner in known
     return name in _ONCE or name in _OF_PARTS
 

@@ -17,12 +17,13 @@ from jaxpar.data.formats.compressed import (
     MAX_DOCUMENT_CHARS,
     READ_BYTES,
     BadRow,
+    FileSpan,
     RowCounts,
     bad_row,
     decompressed,
     input_error,
 )
-from jaxpar.data.formats.json_file import LineSpan, json_records, json_text
+from jaxpar.data.formats.json_file import json_records, json_text
 
 #: Maximum characters passed to a tokenizer at once. Limits the memory, not the documents.
 PIECE_CHARS = 1 << 20
@@ -72,8 +73,8 @@ class ReadOptions:
     """Whether most bytes of a tar file may be members that are not read."""
     rows: RowCounts = field(default_factory=RowCounts)
     """Counts the bad rows, or raises them."""
-    span: LineSpan | None = None
-    """The lines of a JSON file to read. None: all."""
+    span: FileSpan | None = None
+    """The part of a file of JSON Lines, or of Parquet, to read. None: all."""
 
 
 def read_text(file: BinaryIO, path: Path, options: ReadOptions) -> Iterator[Piece]:

@@ -1,5 +1,6 @@
 """Parquet and Arrow files with a column of lists of tokens."""
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,37 +14,60 @@ from jaxpar.data.formats.compressed import READ_BYTES, import_pyarrow
 from jaxpar.data.formats.rows import COLUMNS, RowReader, as_tokens, broken, open_rows
 from jaxpar.data.formats.token_file import Hints, TokenFile
 
-#: Tokens of a block, which are decoded at once. More is refused. Row groups of `datasets` have at
-#: most 100 MB.
+#: Tokens of a block, which are decoded at once. Row groups of `datasets` have at most 100 MB; a
+#: larger one is read in blocks of rows.
 BLOCK_TOKENS = 32 << 20
 
 
+class _Block(NamedTuple):
+    group: int
+    """Number of its row group, or Arrow batch."""
+    number: int
+    """Blocks of the group before it."""
+    rows: int
+
+
 class TableRows(RowReader):
-    """A column of lists: in Parquet by row groups, in Arrow by batches. Opened for each block."""
+    """A column of lists, by the row groups of Parquet and batches of Arrow, or parts of them."""
 
     def __init__(self, path: Path):
         """Raises:   ConfigError for a damaged file."""
         self.path = path
         with self._opened() as table:
             #: Its name; "" if the file has no tokens.
-            self.num_blocks, self.column = table.num_blocks, _column_of(table.schema)
+            self.column = _column_of(table.schema)
+            self._blocks = _blocks(table, self.column) if self.column else []
+        self.num_blocks = len(self._blocks)
+        #: The block that comes next of a group that is being read, and what reads it.
+        self._ahead: tuple[int, Iterator[list[np.ndarray]]] = -1, iter(())
 
     def read(self, block: int) -> list[np.ndarray]:
-        """Return the rows of a block."""
-        where = f"{self.path}, block {block}"
-        pyarrow = import_pyarrow(self.path)
+        """Return the rows of a block. Within a row group, reading begins at its first block."""
+        (at, blocks), self._ahead = self._ahead, (-1, iter(()))  # each thread has its own
+        if at != block:
+            number = self._blocks[block].number
+            blocks = itertools.islice(self._of_group(block - number), number, None)
+        found = next(blocks, [])
+        if block + 1 < self.num_blocks and self._blocks[block + 1].number:
+            self._ahead = block + 1, blocks
+        return found
+
+    def _of_group(self, first: int) -> Iterator[list[np.ndarray]]:
+        """Yield the rows of each block of a group. Args:     first: its first block."""
+        pyarrow, group = import_pyarrow(self.path), self._blocks[first].group
         with self._opened() as table:
-            if table.num_tokens(block, self.column) > BLOCK_TOKENS:
-                rule = f"has {table.num_tokens(block, self.column):,} tokens in one row group"
-                raise broken(where, rule, "write it again with row_group_size=1000")
-            column = table.column(block, self.column)
-            column.validate(full=True)  # Arrow would read other memory of a damaged file
-            values = column.flatten()
-            if column.null_count or values.null_count:
-                raise broken(where, "has a null among its tokens", "write it without nulls")
-            lengths = pyarrow.compute.list_value_length(column).to_numpy(zero_copy_only=False)
-            row = as_tokens(values.to_numpy(zero_copy_only=False), where)
-        return np.split(row, np.cumsum(lengths)[:-1])
+            found = table.columns(group, self.column, self._blocks[first].rows)
+            for block, column in enumerate(found, first):
+                where = f"{self.path}, block {block}"
+                column.validate(full=True)  # Arrow would read other memory of a damaged file
+                values = column.flatten()
+                if column.null_count or values.null_count:
+                    raise broken(where, "has a null among its tokens", "write it without nulls")
+                lengths = pyarrow.compute.list_value_length(column).to_numpy(zero_copy_only=False)
+                if self._blocks[block]._replace(number=0) != (group, 0, len(lengths)):
+                    raise broken(where, f"has {len(lengths):,} rows, and its footer says others")
+                row = as_tokens(values.to_numpy(zero_copy_only=False), where)
+                yield np.split(row, np.cumsum(lengths)[:-1])
 
     @contextmanager
     def _opened(self) -> Iterator["_Table"]:
@@ -60,37 +84,55 @@ class TableRows(RowReader):
 
 class _Table(NamedTuple):
     schema: Any
-    num_blocks: int
-    num_tokens: Callable[[int, str], int]
-    """Values of a column in a block."""
-    column: Callable[[int, str], Any]
-    """Column of a block, an array of lists."""
+    sizes: Callable[[str], Iterator[tuple[int, int]]]
+    """Rows of each group, and values of a column there."""
+    columns: Callable[[int, str, int], Iterator[Any]]
+    """Column of a group, by so many rows: arrays of lists."""
 
 
 def _open_table(pyarrow: Any, file: BinaryIO, path: Path) -> _Table:
     if path.suffix == ".parquet":
         opened = pyarrow.parquet.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False)
-        about = opened.metadata
+        groups = [opened.metadata.row_group(i) for i in range(opened.num_row_groups)]
 
-        def num_tokens(block: int, name: str) -> int:
-            columns = (about.row_group(block).column(i) for i in range(about.num_columns))
-            inside = (c for c in columns if c.path_in_schema.split(".")[0] == name)
-            return int(sum(column.num_values for column in inside))
+        def sizes(name: str) -> Iterator[tuple[int, int]]:
+            for group in groups:
+                columns = (group.column(i) for i in range(group.num_columns))
+                inside = (c for c in columns if c.path_in_schema.split(".")[0] == name)
+                yield group.num_rows, sum(column.num_values for column in inside)
 
-        def column(block: int, name: str) -> Any:
-            group = opened.read_row_group(block, columns=[name], use_threads=False)
-            return group.column(0).combine_chunks()
+        def columns(group: int, name: str, rows: int) -> Iterator[Any]:
+            if rows >= groups[group].num_rows:
+                found = opened.read_row_group(group, columns=[name], use_threads=False)
+                yield found.column(0).combine_chunks()
+                return
+            for batch in opened.iter_batches(rows, [group], columns=[name], use_threads=False):
+                yield batch.column(0)
 
-        return _Table(opened.schema_arrow, opened.num_row_groups, num_tokens, column)
+        return _Table(opened.schema_arrow, sizes, columns)
     is_file = file.read(len(ARROW_FILE)) == ARROW_FILE
     source = pyarrow.memory_map(str(path))
     table = (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(source).read_all()
     chunks = table.to_batches()
 
-    def batch(block: int, name: str) -> Any:
-        return chunks[block].column(name)
+    def slices(group: int, name: str, rows: int) -> Iterator[Any]:
+        column = chunks[group].column(name)
+        yield from (column.slice(i, rows) for i in range(0, max(len(column), 1), rows or 1))
 
-    return _Table(table.schema, len(chunks), lambda i, name: len(batch(i, name).values), batch)
+    def lengths(name: str) -> Iterator[tuple[int, int]]:
+        yield from ((len(chunk), len(chunk.column(name).values)) for chunk in chunks)
+
+    return _Table(table.schema, lengths, slices)
+
+
+def _blocks(table: _Table, name: str) -> list[_Block]:
+    """Return the blocks of a column, of about BLOCK_TOKENS at most."""
+    found = list[_Block]()
+    for group, (rows, tokens) in enumerate(table.sizes(name)):
+        each = max(-(-rows // max(-(-tokens // BLOCK_TOKENS), 1)), 1)
+        for number, first in enumerate(range(0, max(rows, 1), each)):
+            found.append(_Block(group, number, min(each, rows - first)))
+    return found
 
 
 def _column_of(schema: Any) -> str:

@@ -1,5 +1,6 @@
 """Find input files and read their documents, in a fixed order."""
 
+import bisect
 import codecs
 import dataclasses
 import itertools
@@ -13,8 +14,15 @@ from typing import BinaryIO, NamedTuple
 
 from jaxpar.config import ConfigError
 from jaxpar.data.formats import columns, readers
-from jaxpar.data.formats.compressed import COMPRESSIONS, Kinds, compression, decompressed, reading
-from jaxpar.data.formats.json_file import LineSpan, has_lines, only_object
+from jaxpar.data.formats.compressed import (
+    COMPRESSIONS,
+    FileSpan,
+    Kinds,
+    compression,
+    decompressed,
+    reading,
+)
+from jaxpar.data.formats.json_file import has_lines, only_object
 from jaxpar.data.formats.readers import Piece, ReadOptions
 from jaxpar.data.formats.tar_file import read_tar
 from jaxpar.data.prepare.remote import files_of, is_remote
@@ -137,18 +145,50 @@ class InputFile(NamedTuple):
     read: Reader
     num_bytes: int
     """Size of the file, compressed or not."""
-    span: LineSpan | None = None
-    """The lines of a JSON file to read. None: all."""
+    span: FileSpan | None = None
+    """The part of it to read. None: all."""
 
     def part(self, start: int, end: int) -> "InputFile":
-        """Return the lines that begin in these bytes."""
-        return self._replace(num_bytes=end - start, span=LineSpan(start, end))
+        """Return the lines, or row groups, that begin in these bytes."""
+        if (start, end) == (0, self.num_bytes):
+            return self
+        return self._replace(num_bytes=end - start, span=FileSpan(start, end))
 
-    @property
-    def can_be_cut(self) -> bool:
-        """Whether lines of it can be read alone."""
-        known = self.read is readers.read_jsonl and not compression(self.path)
-        return known and has_lines(self.path)
+    def places(self) -> Sequence[int]:
+        """Return the bytes where it can be cut, sorted. Reads a line, or a Parquet footer."""
+        if self.read is columns.read_parquet:
+            return columns.row_group_starts(self.path)
+        lines = self.read is readers.read_jsonl and not compression(self.path)
+        return range(self.num_bytes) if lines and has_lines(self.path) else ()
+
+
+def cut_files(files: Sequence[InputFile], count: int) -> list[list[InputFile]]:
+    """Cut files into parts of about equal bytes, in order.
+
+    Files are cut between lines of JSON, or row groups of Parquet, as near to the share of a part as
+    they can be; other files are in one part. Only files that are cut are opened.
+    """
+    parts: list[list[InputFile]] = [[] for _ in range(count)]
+    number, left = 0, sum(file.num_bytes for file in files)
+    room = -(-left // count)
+    for at, file in enumerate(files):
+        start, end, places = 0, file.num_bytes, None
+        while end - start > room and number < count - 1:
+            wanted, places = start + room, file.places() if places is None else places
+            after = bisect.bisect_left(places, wanted)
+            choices = [p for p in places[max(after - 1, 0) : after + 1] if start < p < end] + [end]
+            if parts[number]:
+                whole = not places and len(files) - at < count - number  # a part for each
+                choices = [start] if whole else [start, *choices]
+            cut = min((abs(place - wanted), place) for place in choices)[1]
+            if cut > start:
+                parts[number].append(file.part(start, cut))
+            left, start, number = left - (cut - start), cut, number + 1
+            room = -(-left // (count - number))
+        if start < end or not end:
+            parts[number].append(file.part(start, end))
+            left, room = left - (end - start), room - (end - start)
+    return parts
 
 
 class Wanted(NamedTuple):

@@ -19,6 +19,7 @@ import hashlib
 import itertools
 import json
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -48,11 +49,12 @@ from jaxpar.data.formats.meta import (
 )
 from jaxpar.data.formats.writer import SplitWriter, check_target, replace_folder, write_meta
 from jaxpar.data.options import PrepareChatOptions, PrepareOptions, PreparePairsOptions
-from jaxpar.data.prepare.documents import InputFile
+from jaxpar.data.prepare.documents import InputFile, cut_files
 from jaxpar.data.prepare.progress import PreparationProgress
 from jaxpar.data.prepare.splits import Borders, check_no_split_is_empty, in_words, shares_of
+from jaxpar.data.prepare.stored_parts import StoredParts
 from jaxpar.data.processes import Processes
-from jaxpar.data.stored import send_part, whole_address
+from jaxpar.data.stored import whole_address
 from jaxpar.data.tokenizer import BPE, EOS_TOKEN, JsonTokenizer, Tokenizer
 from jaxpar.runtime.files import atomic, lock
 from jaxpar.runtime.units import size
@@ -80,7 +82,7 @@ _HOW = ("output", "overwrite", "workers", "part", "engine", "input")
 class PartsPlan(Struct, frozen=True, kw_only=True):
     """The content of plan.json."""
 
-    VERSION: ClassVar[int] = 1
+    VERSION: ClassVar[int] = 2
 
     about: dict[Name, Any]
     """What decides about the dataset: the options, and a hash of the names and sizes of the files
@@ -173,10 +175,10 @@ class Task:
     files: Sequence[InputFile]
     borders: Borders
     tokenizer: Tokenizer
-    of: int
-    """How many parts there are."""
     workers: int = 1
     """Processes that encode."""
+    stored: str = ""
+    """The address that has the parts, in place of the folder."""
 
     @property
     def num_bytes(self) -> int:
@@ -207,7 +209,8 @@ def write_part(task: Task, report: Report) -> None:
 
     Raises:   ConfigError for what cannot be read.
     """
-    for left in sorted(task.work.glob(f".{task.folder.name}.*")):
+    unsent = [task.folder] if task.stored else []
+    for left in [*sorted(task.work.glob(f".{task.folder.name}.*")), *unsent]:
         shutil.rmtree(left, ignore_errors=True)
     try:
         with atomic.new_folder(task.folder) as folder:
@@ -225,8 +228,8 @@ def write_part(task: Task, report: Report) -> None:
     except OSError:
         if not task.is_complete:  # by another process, meanwhile
             raise
-    if task.of > 1:
-        send_part(task.folder)
+    if task.stored:
+        StoredParts(task.stored).send(task.folder)
 
 
 def _seldom(report: Report) -> Report:
@@ -298,37 +301,81 @@ def prepare_parts(corpus: Corpus, progress: PreparationProgress) -> Meta | None:
     trained = options.tokenizer.startswith(BPE)
     tokenizer = None if trained else corpus.tokenizer(files, log)
     about = _about(options, count, files, tokenizer)
-    target = Path(options.output).expanduser().resolve()
-    if options.part is not None and plan_of(target, about):
+    target, stored = Path(options.output).expanduser().resolve(), _stored(options, count)
+    if options.part is not None and (known := _known(target, stored, about)):
         log(f"{options.output} is complete")
-        return read_meta(target)
-    with _work_folder(options, about) as work:
+        return known
+    with _work_folder(options, about, stored) as work:
         plan = plan_of(work, about)
         if plan is None:
             tokenizer = tokenizer or corpus.tokenizer(files, log)
             text = tokenizer.json_text if isinstance(tokenizer, JsonTokenizer) and trained else ""
             made = PartsPlan(about=about, borders=corpus.borders(files), trained=text)
             atomic.create(work / PLAN_FILE, declared.to_json(made).encode())
-            plan = plan_of(work, about) or made  # of several processes, the first one decides
+            if stored:
+                stored.share_plan(work)
+            plan = plan_of(work) or made  # of several processes, the first one decides
+            _check_plan(plan, options, about, work)
         if trained:
             tokenizer = JsonTokenizer(plan.trained, EOS_TOKEN)
         assert tokenizer is not None
         if line := in_words(plan.borders, shares):
             log(line)
-        tasks = _tasks(corpus, work, plan, tokenizer, files)
-        asked = [t for t in tasks if options.part in (None, t.number) and not t.is_complete]
+        address = options.output if stored else ""
+        tasks = [
+            Task(corpus, work, number, some, plan.borders, tokenizer, stored=address)
+            for number, some in enumerate(cut_files(files, count))
+        ]
+        if empty := sum(not task.files for task in tasks):
+            log(f"{empty:,} of {count:,} parts are empty: the input is cut into {count - empty:,}")
+        missing = _missing(tasks, stored)
+        asked = [task for task in missing if options.part in (None, task.number)]
         of_all = f", {len(asked):,} of {count:,} parts" if count > 1 else ""
         num_bytes = sum(task.num_bytes for task in asked)
         log(f"encoding {size(num_bytes)} of input{of_all}")
         engine = ray_engine if options.engine == "ray" else write_parts
         engine(asked, options.workers, PartsProgress(asked, progress))
-        if all(task.is_complete for task in tasks):
+        if not _missing(tasks, stored):
+            if stored:
+                stored.fetch(work, [task.folder.name for task in tasks])
             return _finish(corpus, work, tokenizer, tasks, log)
         if options.part is not None:
             return None
         rule = "lacks parts that were written: not all hosts share its folder"
         raise ConfigError("--output", options.output, rule, "use a folder that they share")
     return read_meta(target)  # another process has completed it meanwhile
+
+
+def _stored(options: PreparedOptions, count: int) -> StoredParts | None:
+    """Return the parts at an address; None for those in a folder, or one that is sent at the end.
+
+    Raises:   ConfigError.
+    """
+    alone = count == 1 and options.part is None and options.engine != "ray"
+    if alone or not is_address(options.output):
+        return None
+    if options.overwrite and options.part is not None:
+        rule = "cannot go with --part and an address, where each task would delete what others sent"
+        raise ConfigError("--overwrite", True, rule, "delete the dataset first")
+    return StoredParts(options.output)
+
+
+def _known(target: Path, stored: StoredParts | None, about: dict[str, Any]) -> Meta | None:
+    """Return the meta.json of a dataset that is complete; None if it is not, or another one."""
+    if stored is None:
+        return read_meta(target) if plan_of(target, about) else None
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        ours = stored.copy(PLAN_FILE, folder) and plan_of(folder, about)
+        return read_meta(folder) if ours and stored.copy(META_FILE, folder) else None
+
+
+def _missing(tasks: Sequence[Task], stored: StoredParts | None) -> list[Task]:
+    """Return the tasks whose parts are not there."""
+    if stored is None:
+        return [task for task in tasks if not task.is_complete]
+    there = stored.complete()
+    return [task for task in tasks if task.folder.name not in there]
 
 
 def ray_engine(tasks: Sequence[Task], workers: int, progress: PartsProgress) -> None:
@@ -367,34 +414,10 @@ def plan_of(folder: Path, about: dict[str, Any] | None = None) -> PartsPlan | No
     return plan if about is None or plan.about == about else None
 
 
-def _tasks(
-    corpus: Corpus, work: Path, plan: PartsPlan, tokenizer: Tokenizer, files: Sequence[InputFile]
-) -> list[Task]:
-    """Cut the files into parts of about equal bytes.
-
-    A file of JSON Lines is cut at lines; another one is in the part that its first byte is in.
-    """
-    total, count = max(sum(file.num_bytes for file in files), 1), plan.about["parts"]
-    borders = [-(-total * number // count) for number in range(count + 1)]
-    owned: list[list[InputFile]] = [[] for _ in range(count)]
-    end = 0
-    for file in files:
-        start, end = end, end + file.num_bytes
-        first, last = (min(at * count // total, count - 1) for at in (start, max(end - 1, start)))
-        if first == last or not file.can_be_cut:
-            owned[first].append(file)
-            continue
-        cuts = [start, *borders[first + 1 : last + 1], end]
-        for number, (begin, stop) in enumerate(itertools.pairwise(cuts), first):
-            owned[number].append(file.part(begin - start, stop - start))
-    return [
-        Task(corpus, work, number, some, plan.borders, tokenizer, len(owned))
-        for number, some in enumerate(owned)
-    ]
-
-
 @contextmanager
-def _work_folder(options: PreparedOptions, about: dict[str, Any]) -> Iterator[Path]:
+def _work_folder(
+    options: PreparedOptions, about: dict[str, Any], stored: StoredParts | None
+) -> Iterator[Path]:
     """Yield the folder of the parts, which becomes the output once it has a meta.json.
 
     If the block fails, complete parts are kept, for the same command; one part alone is not.
@@ -402,12 +425,11 @@ def _work_folder(options: PreparedOptions, about: dict[str, Any]) -> Iterator[Pa
     Raises:   ConfigError("--output", ...) if the output exists, is no path, or cannot be created,
               or the folder has other parts; as `whole_address`.
     """
-    output, shared = options.output, options.part is not None or options.engine == "ray"
+    output = options.output
     if is_address(output):
-        if shared:
-            rule = "is an address, but parts need a folder that all processes share"
-            raise ConfigError("--output", output, rule, "use a folder, and upload it")
-        with whole_address(output, options.overwrite) as staging:
+        with whole_address(output, options.overwrite, options.part) as staging:
+            if stored:
+                _begin_stored(stored, staging, options, about)
             yield staging
         return
     check_path("--output", output, "use a folder of this computer")
@@ -447,16 +469,38 @@ def _only_writer(work: Path, output: str) -> Iterator[None]:
         raise ConfigError("--output", output, rule, "wait for it, or use another folder") from None
 
 
+def _begin_stored(
+    stored: StoredParts, work: Path, options: PreparedOptions, about: dict[str, Any]
+) -> None:
+    """Copy the plan of an address, or delete another one. Raises:   ConfigError for another one."""
+    plan = plan_of(work) if stored.copy(PLAN_FILE, work) else None
+    if not options.overwrite:
+        if plan:
+            _check_plan(plan, options, about, options.output)
+    elif stored.copy(META_FILE, work) or plan is None or plan.about != about:
+        stored.delete()
+        for name in (META_FILE, PLAN_FILE):
+            (work / name).unlink(missing_ok=True)
+
+
+def _check_plan(
+    plan: PartsPlan, options: PreparedOptions, about: dict[str, Any], place: Path | str
+) -> None:
+    """Raise ConfigError for a plan of other options."""
+    if plan.about != about:
+        names = [key for key in about if plan.about.get(key) != about[key]]
+        rule = f"has parts in {place} that differ in {', '.join(map(flag, names))}"
+        fix = f"use the same options, or another folder, or delete {place}"
+        raise ConfigError("--output", options.output, rule, fix)
+
+
 def _check_parts(work: Path, options: PreparedOptions, about: dict[str, Any]) -> None:
     """Delete what is left of another plan. Raises:   ConfigError for its complete parts."""
     plan = plan_of(work)
     if plan is None or plan.about == about:
         return
     if options.part is not None or (sorted(work.glob("part-*")) and not options.overwrite):
-        names = [key for key in about if plan.about.get(key) != about[key]]
-        rule = f"has parts in {work} that differ in {', '.join(map(flag, names))}"
-        fix = f"use the same options, or another folder, or delete {work}"
-        raise ConfigError("--output", options.output, rule, fix)
+        _check_plan(plan, options, about, work)
     for path in sorted(work.iterdir()):
         if path.is_dir():
             shutil.rmtree(path)
@@ -494,7 +538,7 @@ def _finish(
         log(line)
     counts = sum(np.load(task.folder / COUNTS_FILE, allow_pickle=False) for task in tasks)
     prefix = [f"{task.folder.name}/" for task in tasks]
-    if len(tasks) == 1:
+    if len(tasks) == 1 and not tasks[0].stored:
         prefix = [""]
         _lift(work, tasks[0].folder)
     splits = {

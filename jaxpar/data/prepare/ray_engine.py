@@ -1,4 +1,4 @@
-"""Writes the parts of a dataset on a Ray cluster, whose hosts share the output's folder."""
+"""Writes the parts of a dataset on a Ray cluster, whose hosts share its folder or address."""
 
 import dataclasses
 from collections.abc import Sequence

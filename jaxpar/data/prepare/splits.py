@@ -43,29 +43,25 @@ class Shares(NamedTuple):
         return (TRAIN, *[VAL] * bool(self.val), *[TEST] * bool(self.test))
 
 
-def shares_of(holdout: float, split: str) -> Shares:
+def shares_of(holdout: float, split: Sequence[float] | None) -> Shares:
     """Return the shares that the options --holdout and --split ask for.
 
-    Args:     split: relative sizes, as "98,1,1", or "" for those of `holdout`.
+    Args:     split: relative sizes, or None for those of `holdout`.
     Raises:   ConfigError for an option that cannot work.
     """
-    if not split:
+    if split is None:
         if not 0 <= holdout < 1:
             rule = "must be at least 0 and below 1"
             raise ConfigError("--holdout", holdout, rule, "use a share such as 0.02")
         return Shares(holdout)
     if holdout != HOLDOUT:
         raise ConfigError("--holdout", holdout, "cannot go with --split", "remove one of them")
-    try:
-        sizes = [float(size) for size in split.split(",")]
-    except ValueError:
-        sizes = []
-    total = sum(sizes)
-    fine = len(sizes) == 3 and sizes[0] > 0 and min(sizes) >= 0 and math.isfinite(total)
+    total = sum(split)
+    fine = len(split) == 3 and split[0] > 0 and min(split) >= 0 and math.isfinite(total)
     if not fine:
         rule = "must be three sizes: training, which is not 0, held-out and test"
         raise ConfigError("--split", split, rule, "use --split 98,1,1")
-    return Shares(sizes[1] / total, sizes[2] / total)
+    return Shares(split[1] / total, split[2] / total)
 
 
 def place_of(text: str) -> int:
@@ -218,7 +214,11 @@ def _cut(piece: Piece, passed: int, borders: Borders) -> Iterator[SplitPiece]:
 
 
 def check_no_split_is_empty(
-    documents: Mapping[str, int], shares: Shares, holdout: float, split: str, fix: str
+    documents: Mapping[str, int],
+    shares: Shares,
+    holdout: float,
+    split: Sequence[float] | None,
+    fix: str,
 ) -> None:
     """Raise ConfigError if a split has a share and no document.
 
