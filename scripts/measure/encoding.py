@@ -8,6 +8,7 @@ measured too.
 """
 
 import argparse
+import functools
 import json
 import os
 import resource
@@ -80,6 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--megabytes", type=int, default=20)
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2], help="of prepare")
     parser.add_argument("--datatrove", metavar="PYTHON")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -106,8 +108,9 @@ def main() -> None:
 
             return of("text") - of("little")
 
-        cases = {"raw encoder": raw, "prepare": lambda: prepared(1)}
-        cases["prepare, 2 processes"] = lambda: prepared(2)
+        cases = {"raw encoder": raw}
+        for count in args.processes:
+            cases[f"prepare, processes: {count}"] = functools.partial(prepared, count)
         if args.datatrove:
             cases["datatrove"] = datatrove
         found = {case: list[float]() for case in cases}
