@@ -40,7 +40,7 @@ def main(options: TrainOptions) -> int:
     """Train to the end of the run."""
     from jaxpar.runtime.stages import stage
 
-    with stage("importing JAX"):
+    with stage("importing JAX", live_only=True):
         from jaxpar.runtime import exit_codes
         from jaxpar.runtime.processes import peers, rendezvous
         from jaxpar.training import first_run

@@ -106,12 +106,14 @@ def fill_data_axis(cfg: Config, num_devices: int) -> Config:
     devices = "1 device" if num_devices == 1 else f"{num_devices} devices"
     if p.data == -1 and not smaller:
         return dataclasses.replace(cfg, parallel=dataclasses.replace(p, data=num_devices // rest))
+    there = "there is" if num_devices == 1 else "there are"
     if p.data == -1:
         path, needed = next(iter(smaller)), rest
         rule = f"the axes other than data multiply to {rest}, which does not divide {devices}"
+        if rest > num_devices:
+            rule = f"the mesh needs {rest} devices, but {there} {devices}"
     else:
         path, needed = "parallel.data", p.data * rest
-        there = "there is" if num_devices == 1 else "there are"
         rule = f"the mesh axes multiply to {needed}, but {there} {devices}"
         fewer.append(flag("parallel.data", -1))
     ways = [" ".join(fewer)]

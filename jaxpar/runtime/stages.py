@@ -34,8 +34,9 @@ SOON, BAR = 0.5, 30
 class Stage:
     """A stage of a program's work. What it does can be changed while it runs."""
 
-    def __init__(self, what: str, now: float):
+    def __init__(self, what: str, now: float, live_only: bool):
         self.what, self.detail, self.since = what, "", now
+        self.live_only = live_only
         self.ordinary, self.told = False, -EVERY
         self._bar: tuple[int, int, str] | None = None
 
@@ -59,7 +60,7 @@ class Stage:
 
     def line(self, now: float) -> str:
         """Return the line that is due; empty if none is."""
-        if now - self.since < FIRST or now - self.told < EVERY:
+        if self.live_only or now - self.since < FIRST or now - self.told < EVERY:
             return ""
         self.told = now
         at = f", at {self.detail}" if self.detail else ""
@@ -98,9 +99,9 @@ class Stages:
         self._live: Live | None = None
 
     @contextmanager
-    def stage(self, what: str) -> Iterator[Stage]:
-        """Run a block as a stage."""
-        made = Stage(what, time.monotonic())
+    def stage(self, what: str, *, live_only: bool = False) -> Iterator[Stage]:
+        """Run a block as a stage. Args:     live_only: without a terminal, print no line."""
+        made = Stage(what, time.monotonic(), live_only)
         self._current.append(made)
         self._begin_live()
         if self._live is None:

@@ -91,8 +91,8 @@ def test_what_only_the_devices_can_tell_is_refused_as_well_and_writes_nothing(tm
     done = run_train("quickstart", "--parallel.tensor", "2", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr == (
-        "config error: parallel.tensor = 2: the axes other than data multiply to 2, which does not "
-        "divide 1 device. Fix: use --parallel.tensor 1, or --run.cpu-devices 2 to simulate them.\n"
+        "config error: parallel.tensor = 2: the mesh needs 2 devices, but there is 1 device. "
+        "Fix: use --parallel.tensor 1, or --run.cpu-devices 2 to simulate them.\n"
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -99,10 +99,10 @@ model.d_model=258 parallel.expert=2 parallel.sequence=2 | 8 | \
 parallel.data=3 | 4 | parallel.data | multiply to 3, but there are 4 devices
 parallel.data=2 parallel.tensor=2 | 8 | parallel.data | multiply to 4
 parallel.data=2 parallel.replica=3 | 8 | parallel.data | multiply to 6
-parallel.tensor=2 | 1 | parallel.tensor | multiply to 2, which does not divide 1 device
+parallel.tensor=2 | 1 | parallel.tensor | the mesh needs 2 devices, but there is 1 device
 parallel.replica=3 | 8 | parallel.replica | which does not divide 8 devices
-parallel.replica=8 parallel.expert=4 | 8 | parallel.expert | multiply to 32
-parallel.expert=4 run.cpu_devices=2 | 2 | parallel.expert | multiply to 4
+parallel.replica=8 parallel.expert=4 | 8 | parallel.expert | the mesh needs 32 devices
+parallel.expert=4 run.cpu_devices=2 | 2 | parallel.expert | the mesh needs 4 devices
 parallel.data=0 | 1 | parallel.data | at least 1, or -1 for all remaining devices
 parallel.data=-2 | 1 | parallel.data | at least 1, or -1
 # counts

@@ -64,6 +64,11 @@ def test_a_long_stage_says_what_it_does(told):
     assert told(200) == []
 
 
+def test_a_stage_for_terminals_says_nothing_elsewhere(told):
+    with told.stage("importing", live_only=True):
+        assert told(100) == []
+
+
 def test_the_innermost_stage_is_told_and_where_it_is(told):
     with told.stage("replaying"):
         told(5)

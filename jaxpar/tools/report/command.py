@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Sequence
 from datetime import datetime
@@ -12,12 +13,13 @@ from jaxpar.runtime.files import atomic
 from jaxpar.runtime.files.append import FULL
 from jaxpar.runtime.files.outputs import check_file
 from jaxpar.runtime.stages import stage
+from jaxpar.runtime.terminal import warn
 from jaxpar.stores.reading import with_local_runs
 from jaxpar.tools.report import listing
 from jaxpar.tools.report.listing import found_runs, lines
 from jaxpar.tools.report.options import ListOptions, ReportOptions
 from jaxpar.tools.report.page import page
-from jaxpar.tools.report.runs import RunRead, read_run
+from jaxpar.tools.report.runs import RunRead, is_run, read_run
 
 #: Most runs whose lines can be distinguished.
 MAX_RUNS = 21
@@ -56,6 +58,13 @@ def report(options: ReportOptions) -> tuple[Path, list[RunRead]]:
         raise ConfigError("RUN", " ".join(names), rule, fix)
     output = where(options.output, names)
     runs = []
+    # A pattern such as runs/* may name a folder that is no run.
+    others = [name for name in names if os.access(name, os.X_OK) and Path(name).is_dir()]
+    others = [name for name in others if not is_run(name)]
+    if len(others) < len(names):
+        for name in others:
+            warn(f"{name} is not a run's folder, and is left out")
+        names = [name for name in names if name not in others]
     for name in names:
         with stage(f"reading {name}"):
             runs.append(read_run(name))

@@ -219,13 +219,18 @@ def read_run(folder: str) -> RunRead:
         raise ConfigError("RUN", str(error.filename or folder), rule, fix) from error
 
 
+def is_run(folder: str) -> bool:
+    """Return whether a folder has the files of a run."""
+    return any((Path(folder) / name).is_file() for name in ONE_OF)
+
+
 def _read_run(folder: str) -> RunRead:
     path = Path(folder)
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
         raise ConfigError("RUN", folder, what, "give the folder of a run, such as runs/quickstart")
     os.scandir(path).close()  # `is_file` would hide that the folder cannot be read
-    if not any((path / name).is_file() for name in ONE_OF):
+    if not is_run(folder):
         rule = "is not a run's folder: it has neither config.json nor metrics.jsonl"
         within = sorted(str(file.parent) for file in path.glob("*/metrics.jsonl"))[:3]
         fix = f"use {' or '.join(within)}" if within else "give the folder set by run.dir"

@@ -277,3 +277,14 @@ def test_every_part_of_the_time_has_a_color():
     css = (resources.files("jaxpar.tools.report") / "page.css").read_text("utf-8")
     for part in (*PARTS, "lost work", "down", "other"):
         assert f".p-{part.replace(' ', '-')} {{ fill: #" in css, part
+
+
+def test_a_folder_that_is_no_run_is_left_out_of_several(tmp_path, capsys):
+    run, other = write_run(tmp_path / "run", steps=10), tmp_path / "compiled"
+    other.mkdir()
+    output = str(tmp_path / "report.html")
+    _, runs = report(ReportOptions(runs=(str(run), str(other)), output=output))
+    assert len(runs) == 1
+    assert f"{other} is not a run's folder, and is left out" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="is not a run's folder"):
+        report(ReportOptions(runs=(str(other),), output=output))
