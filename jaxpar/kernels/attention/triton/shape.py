@@ -5,13 +5,13 @@ Triton's tiles have sizes that are powers of two. A head dim that is none is a s
 those of their parts.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace as Refs
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 
 from jaxpar.kernels.attention.tiles import Bounds, Visits, lanes_at_a_time, tile_and_lane
 from jaxpar.kernels.attention.triton.compiler import (
@@ -20,6 +20,7 @@ from jaxpar.kernels.attention.triton.compiler import (
     f32,
     i32,
     iota,
+    loop,
     mod,
     program,
     rows,
@@ -208,10 +209,9 @@ def query_tiles_of(s: TritonShape, r: Refs | None, b, tile):
 def visit_all(s: TritonShape, visits, body: Callable, carry: Any) -> Any:
     """Loop over the visits: `body(masked, visit, carry)`, where `masked` is static."""
     begin, whole, rest, end = visits
-    loop = lambda masked: lambda visit, carry: body(masked, visit, carry)  # noqa: E731
-    carry = lax.fori_loop(begin, whole, loop(True), carry)
-    carry = lax.fori_loop(whole, rest, loop(False), carry)
-    return lax.fori_loop(rest, end, loop(True), carry)
+    for first, last, masked in ((begin, whole, True), (whole, rest, False), (rest, end, True)):
+        carry = loop(first, last, functools.partial(body, masked), carry)
+    return carry
 
 
 def bounds_of_rows(s: TritonShape, r: Refs, b, first) -> list[Any]:
