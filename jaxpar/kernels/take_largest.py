@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxpar.kernels.attention.triton.compiler import div, launch, program, rows
-from jaxpar.kernels.platform import Platform
+from jaxpar.kernels.platform import Platform, triton_missing
 
 #: Elements of the largest group that the kernel takes, and those of a warp: 32 in each thread.
 MAX_GROUP, PER_WARP = 1 << 14, 1 << 10
@@ -43,6 +43,8 @@ def refusal(rows: int, columns: int) -> str | None:
     here = Platform.here()
     if here.name != "gpu" or float(here.compute_capability) < 8.0:
         return "it needs an NVIDIA GPU since Ampere"
+    if missing := triton_missing(here):
+        return missing
     if rows == 1:
         return "an array of one row is small"
     if rows * columns > MAX_GROUP:

@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 from jaxpar.kernels.attention.hopper.mma import varying_as
 from jaxpar.kernels.attention.triton.source import assembly_p, compiled, source_of
-from jaxpar.kernels.platform import Platform
+from jaxpar.kernels.platform import MISSING, Platform
 
 f32, i32 = jnp.float32, jnp.int32
 
@@ -36,18 +36,22 @@ def launch(
     Args:     results: shape and dtype of each. Their types vary over the mesh axes of the first
               operand's. warps: of each program. stages: of the pipeline of loads in loops.
     """
-    shapes = [jax.ShapeDtypeStruct(*result) for result in results]
-    call = pl.pallas_call(kernel, grid=(programs,), out_shape=shapes, name=name, interpret=True)
+
+    def call(*operands):
+        varying = jax.typeof(operands[0]).manual_axis_type
+        shapes = [jax.ShapeDtypeStruct(*result, manual_axis_type=varying) for result in results]
+        how = dict(grid=(programs,), out_shape=shapes, name=name)
+        return pl.pallas_call(kernel, interpret=True, **how)(*operands)
+
     if interpret:
-        made = call(*operands)
-    else:
-        (traced,) = jax.make_jaxpr(call)(*map(_without_axes, operands)).eqns
-        source = source_of(name, traced.params["jaxpr"])
-        major, minor = Platform.here().compute_capability.split(".")
+        return call(*operands)
+    (traced,) = jax.make_jaxpr(call)(*map(_type_of, operands)).eqns
+    major, minor = Platform.here().compute_capability.split(".")
+    with jax.named_scope(name):  # by which profiles find it
         made = called(
             *operands,
-            kernel=(source, name),
-            out_shape=shapes,
+            kernel=(source_of(name, traced.params["jaxpr"]), name),
+            out_shape=[jax.ShapeDtypeStruct(*result) for result in results],
             grid=(programs,),
             name=name,
             num_warps=warps,
@@ -59,12 +63,15 @@ def launch(
 
 def called(*operands: jax.Array, kernel: tuple[str, str], **how: Any) -> list[jax.Array]:
     """Call a kernel, given by its source and name, by `jax_triton`."""
-    import jax_triton
+    try:
+        import jax_triton
+    except ImportError as error:
+        raise ImportError(f"{kernel[1]}, a Triton kernel: {MISSING}") from error
 
     return jax_triton.triton_call(*operands, kernel=compiled(*kernel), **how)
 
 
-def _without_axes(x) -> jax.ShapeDtypeStruct:
+def _type_of(x) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
