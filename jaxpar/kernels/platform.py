@@ -56,7 +56,7 @@ def compiling_for(platform: Platform) -> Iterator[None]:
 
 
 #: Why this process compiles no Triton kernel.
-MISSING = "jax_triton is not installed. Fix: pip install 'jaxpar[cuda13]'"
+MISSING = "jax_triton is not installed. Fix: pip install 'jaxpar[triton]'"
 
 
 def triton_missing(platform: Platform) -> str | None:

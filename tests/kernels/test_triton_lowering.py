@@ -1,8 +1,8 @@
 """The Triton attention kernels, lowered on a CPU for GPUs that are not present.
 
 Lowering writes their source, and checks shapes and the types of results under `shard_map`. Where
-`jax_triton` and JAX's CUDA plugin are installed, Triton compiles the source, too, and the slow tests
-compile the program to machine code.
+`jax_triton` and JAX's CUDA plugin are installed, Triton compiles the source, too, and the slow
+tests compile the program to machine code.
 """
 
 import contextlib
@@ -37,9 +37,7 @@ GPU = {
 
 #: Whether Triton can compile kernels here.
 HAS_TRITON = importlib.util.find_spec("jax_triton") is not None and has_plugin()
-needs_triton = pytest.mark.skipif(
-    not HAS_TRITON, reason="needs jax_triton, and JAX's CUDA plugin: the extra cuda13"
-)
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs the extra cuda13")
 
 #: (B, T, S, H, G, K)
 LLAMA = (4, 4096, 4096, 32, 8, 128)

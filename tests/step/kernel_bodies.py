@@ -50,8 +50,9 @@ def without_bodies(text: str) -> str:
 
 
 def kernels_of(text: str) -> list[Kernel]:
-    """The different kernels of a program, in order: Triton's (`source`), Mosaic's (`module`), and what
-    libraries are asked for (`backend_config`). `kernel_hash` is that of a body with its places."""
+    """The different kernels of a program, in order: Triton's (`source`), Mosaic's (`module`), and
+    what libraries are asked for (`backend_config`). `kernel_hash` is of a body with its places.
+    """
     found: dict[str, None] = {}
     for embedded in KERNEL.finditer(text):
         if embedded[1] != "kernel_hash":

@@ -104,11 +104,8 @@ def dot(a, b, tf32: bool = False) -> jax.Array:
     return lax.dot(a, b, precision=precision, preferred_element_type=f32)
 
 
-def exp2(x: jax.Array, scale: float, less: jax.Array, interpret: bool) -> jax.Array:
-    """Compute 2 ** (x * scale - less) in float32, by one fused multiply-add and one exponential.
-
-    Triton fuses them.
-    """
+def exp2(x: jax.Array, scale: float, less: jax.Array) -> jax.Array:
+    """Compute 2 ** (x * scale - less) in float32: Triton fuses the product and the difference."""
     return jnp.exp2(x * scale - less)
 
 

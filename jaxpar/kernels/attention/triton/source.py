@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.extend.core import Literal, Primitive
 
 #: An instruction in assembly for each element of its operands. Only in compiled kernels.
@@ -67,7 +68,7 @@ def compiled(source: str, name: str) -> Any:
     file = f"<{name} {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     there: dict[str, Any] = {"__name__": __name__}
-    exec(compile(source, file, "exec"), there)  # noqa: S102: the source is that of `source_of`
+    exec(compile(source, file, "exec"), there)
     return there[name]
 
 
@@ -186,38 +187,36 @@ def _assembly(lines: _Lines, eqn) -> str:
 
 
 def _address(lines: _Lines, ref, transforms) -> tuple[str, str]:
-    """Write the addresses of elements, and which of them are outside of the array, or nothing."""
-    (indexer,) = transforms
+    """Write the addresses of elements, and which of them are inside of the array, if not all."""
     shape = ref.aval.shape
+    indices = transforms[0].indices if transforms else [pl.Slice(0, n) for n in shape]
+    slices = [at for at in indices if isinstance(at, pl.Slice)]
     wide = ".to(tl.int64)" if math.prod(shape) >= 1 << 31 else ""
-    dims = indexer.get_indexer_shape()
     address, mask, axis = lines.read(ref), [], 0
-    for i, (at, size) in enumerate(zip(indexer.indices, shape, strict=True)):
+
+    def move(index, stride: int, wide: str = wide) -> None:
+        nonlocal address
+        if index.isdecimal():
+            index, stride, wide = str(int(index) * stride), 1, ""
+        if index != "0":
+            by = f" * {stride}" if stride != 1 else ""
+            address = lines.let(f"{address} + {index}{wide}{by}")
+
+    for i, (at, size) in enumerate(zip(indices, shape, strict=True)):
         stride = math.prod(shape[i + 1 :])
-        spread = ", ".join(":" if j == axis else "None" for j in range(len(dims)))
-        if hasattr(at, "size") and hasattr(at, "stride"):  # a slice
+        if isinstance(at, pl.Slice):
             assert at.stride == 1
-            first = at.start if isinstance(at.start, int) else lines.read(at.start)
-            offset = f"tl.arange(0, {at.size})"
-            if first not in (0, "0"):
-                address = lines.let(f"{address} + {_scaled(first, stride, wide)}")
-            address = lines.let(f"{address} + {_scaled(f'{offset}[{spread}]', stride, '')}")
+            move(str(at.start) if isinstance(at.start, int) else lines.read(at.start), stride)
+            spread = ", ".join(":" if j == axis else "None" for j in range(len(slices)))
+            move(f"tl.arange(0, {at.size})[{spread}]", stride, "")
             axis += 1
-        elif getattr(getattr(at, "aval", None), "shape", ()):  # an array of indices
-            assert len(dims) == 1, "arrays of indices are vectors, without slices"
-            address = lines.let(f"{address} + {_scaled(lines.read(at), stride, wide)}")
-            mask.append(f"({lines.read(at)} < {size})")
-        else:
-            first = at if isinstance(at, int) else lines.read(at)
-            if first not in (0, "0"):
-                address = lines.let(f"{address} + {_scaled(first, stride, wide)}")
+            continue
+        index = str(at) if isinstance(at, int) else lines.read(at)
+        move(index, stride)
+        if getattr(getattr(at, "aval", None), "shape", ()):
+            assert not slices, "arrays of indices are vectors, without slices"
+            mask.append(f"({index} < {size})")
     return address, " & ".join(mask)
-
-
-def _scaled(index, stride: int, wide: str) -> str:
-    if str(index).isdecimal():
-        return str(int(index) * stride)
-    return f"{index}{wide}" + (f" * {stride}" if stride != 1 else "")
 
 
 def _load(lines: _Lines, eqn) -> str:
