@@ -25,10 +25,9 @@ def _assembly_abstract(x, *_, **__):
     return x
 
 
-#: The header of a file of source. `tanh` is CUDA's.
+#: The header of a file of source.
 HEADER = """import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 
 
 @triton.jit
@@ -48,7 +47,7 @@ OPERATORS = {
 }
 
 #: Functions of elements, by primitive.
-FUNCTIONS = {"exp": "tl.exp", "exp2": "tl.exp2", "log": "tl.log", "tanh": "libdevice.tanh"}
+FUNCTIONS = {"exp": "tl.exp", "exp2": "tl.exp2", "log": "tl.log"}
 
 
 def source_of(name: str, jaxpr: Any) -> str:
