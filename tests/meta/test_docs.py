@@ -158,6 +158,7 @@ def script_of(name: str):
     ("name", "page"),
     [
         ("config_table", "configuration.md"),
+        ("backend_table", "kernels.md"),
         ("flag_table", "benchmarking.md"),
         ("network_table", "clusters.md"),
     ],
