@@ -40,8 +40,9 @@ def launch(
     def call(*operands):
         varying = jax.typeof(operands[0]).manual_axis_type
         shapes = [jax.ShapeDtypeStruct(*result, manual_axis_type=varying) for result in results]
-        how = dict(grid=(programs,), out_shape=shapes, name=name)
-        return pl.pallas_call(kernel, interpret=True, **how)(*operands)
+        return pl.pallas_call(
+            kernel, grid=(programs,), out_shape=shapes, name=name, interpret=True
+        )(*operands)
 
     if interpret:
         return call(*operands)

@@ -94,18 +94,18 @@ class _Lines:
         self.add(f"{name} = {expression}")
         return name
 
-    def read(self, x) -> str:
+    def read(self, x: Any) -> str:
         """Return a variable's name, or a literal number."""
-        if not isinstance(x, Literal):
+        if not _is_literal(x):
             return self.names[x]
         if jnp.issubdtype(x.aval.dtype, jnp.floating):
             number = float(x.val)
             return repr(number) if math.isfinite(number) else f'float("{number}")'
         return repr(int(x.val))
 
-    def value(self, x) -> str:
+    def value(self, x: Any) -> str:
         """Return the name of a tensor, also for a literal."""
-        if not isinstance(x, Literal):
+        if not _is_literal(x):
             return self.names[x]
         return self.let(f"tl.full([], {self.read(x)}, {_type(x.aval.dtype)})")
 
@@ -126,6 +126,10 @@ class _Lines:
             if found is not None:
                 found = [self.let(found)] if isinstance(found, str) else found
                 self.names |= dict(zip(eqn.outvars, found, strict=True))
+
+
+def _is_literal(x: Any) -> bool:
+    return isinstance(x, Literal)
 
 
 def _type(dtype) -> str:
@@ -273,7 +277,7 @@ def _is_counted(cond, body, consts: int) -> bool:
         and body.outvars[1] is end
         and [e.primitive.name for e in steps] == ["add"]
         and steps[0].invars[0] is i
-        and isinstance(steps[0].invars[1], Literal)
+        and _is_literal(steps[0].invars[1])
         and steps[0].invars[1].val == 1
     )
 
