@@ -119,8 +119,15 @@ MPMD = PrivateModule(
     "`plgpu.kernel` overwrites references alone, and refuses those that vary over a mesh",
 )
 
+HLO = PrivateModule(
+    "jaxlib._hlo",
+    ("HloModule.from_serialized_hlo_module_proto", "HloModule.to_string"),
+    "the programs of a trace in words, for the sums by part of the model",
+    "jax.profiler.ProfileData has no programs, and jax.extend writes only those that it lowered",
+)
+
 #: All of them.
 TABLE = (
     *(CUDNN_ATTENTION, DISTRIBUTED, SERVICE, CPU_CLIENT, GLOO, CUDA_VERSIONS),
-    *(CONFIG, MPMD),
+    *(CONFIG, MPMD, HLO),
 )

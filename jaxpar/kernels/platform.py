@@ -2,7 +2,7 @@
 
 import contextlib
 import contextvars
-import importlib
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -53,6 +53,17 @@ def compiling_for(platform: Platform) -> Iterator[None]:
         yield
     finally:
         _ASSUMED.reset(token)
+
+
+#: Why this process compiles no Triton kernel.
+MISSING = "jax_triton is not installed. Fix: pip install 'jaxpar[triton]'"
+
+
+def triton_missing(platform: Platform) -> str | None:
+    """Return why this process cannot compile Triton kernels for its GPU; None if it can, and for
+    any other platform."""
+    here = _ASSUMED.get() is None and platform.name == "gpu" and platform == Platform.here()
+    return MISSING if here and importlib.util.find_spec("jax_triton") is None else None
 
 
 class _Later(ModuleType):

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
-from jaxpar.kernels.platform import Platform
+from jaxpar.kernels.attention.triton.compiler import div, launch, program, rows
+from jaxpar.kernels.platform import Platform, triton_missing
 
 #: Elements of the largest group that the kernel takes, and those of a warp: 32 in each thread.
 MAX_GROUP, PER_WARP = 1 << 14, 1 << 10
@@ -43,6 +43,8 @@ def refusal(rows: int, columns: int) -> str | None:
     here = Platform.here()
     if here.name != "gpu" or float(here.compute_capability) < 8.0:
         return "it needs an NVIDIA GPU since Ampere"
+    if missing := triton_missing(here):
+        return missing
     if rows == 1:
         return "an array of one row is small"
     if rows * columns > MAX_GROUP:
@@ -65,30 +67,25 @@ def by_xla(x, columns, k):
 @functools.partial(jax.jit, static_argnames=("columns", "k", "interpret"))
 def by_kernel(x, columns, k, *, interpret=False):
     """`take_largest` as a kernel, with one program per group."""
-    rows, groups = x.shape[0], x.shape[1] // columns
-    varying = jax.typeof(x).manual_axis_type
-    out = functools.partial(jax.ShapeDtypeStruct, manual_axis_type=varying)
-    of_group = pl.BlockSpec((None, k), lambda i: (i, 0))
-    neighbors = pl.BlockSpec((rows, columns), lambda i: (0, i))
-    warps = max(1, rows * columns // PER_WARP)
-    return pl.pallas_call(
-        functools.partial(_kernel, k=k),
-        grid=(groups,),
-        in_specs=[neighbors],
-        out_specs=[of_group, of_group, neighbors],
-        out_shape=[
-            out((groups, k), jnp.float32),
-            out((groups, k), jnp.int32),
-            out(x.shape, jnp.float32),
-        ],
-        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=1),
+    groups, elements = x.shape[1] // columns, x.shape[0] * columns
+    values, places, rest = launch(
+        functools.partial(_kernel, columns=columns, k=k),
+        [x],
+        [((groups, k), jnp.float32), ((groups, k), jnp.int32), (x.shape, jnp.float32)],
+        programs=groups,
+        warps=max(1, elements // PER_WARP),
+        stages=1,
         name="take_largest",
         interpret=interpret,
-    )(x)
+    )
+    return values, places, rest
 
 
-def _kernel(x_ref, values_ref, places_ref, rest_ref, *, k):
-    x = x_ref[...].reshape(-1)
+def _kernel(x_ref, values_ref, places_ref, rest_ref, *, columns, k):
+    group = program()
+    here = rows(0, x_ref.shape[0]), rows(group * columns, columns)
+    tile = x_ref[here]
+    x = tile.reshape(-1)
     bits = lax.bitcast_convert_type(x, jnp.int32) & _MAGNITUDE
     lowest = _threshold(bits, k)
     larger, equal = bits > lowest, bits == lowest
@@ -98,11 +95,10 @@ def _kernel(x_ref, values_ref, places_ref, rest_ref, *, k):
     num_larger = jnp.sum(larger.astype(jnp.int32))
     taken = larger | (equal & (of_equal <= k - num_larger))
     slot = jnp.where(larger, of_larger, num_larger + of_equal) - 1
-    slot = jnp.where(taken, slot, k)
-    triton.store(values_ref.at[slot], x, mask=taken)
-    places = lax.broadcasted_iota(jnp.int32, x.shape, 0)
-    triton.store(places_ref.at[slot], places, mask=taken)
-    rest_ref[...] = jnp.where(taken, 0.0, x).reshape(x_ref.shape)
+    slot = jnp.where(taken, slot, k)  # what is stored outside of an array is dropped
+    values_ref[group, slot] = x
+    places_ref[group, slot] = lax.broadcasted_iota(jnp.int32, x.shape, 0)
+    rest_ref[here] = jnp.where(taken, 0.0, x).reshape(tile.shape)
 
 
 def _threshold(bits, k):
@@ -118,7 +114,7 @@ def _threshold(bits, k):
 
     def halve(state):
         low, high, count = state
-        middle = high - (high - low) // 2
+        middle = high - div(high - low, 2)
         not_below = jnp.sum((bits >= middle).astype(jnp.int32))
         enough = not_below >= k
         return (

@@ -13,8 +13,9 @@ from jaxpar.kernels import take_largest as module
 from jaxpar.kernels.platform import Platform, compiling_for
 from jaxpar.kernels.take_largest import by_kernel, by_xla, take_largest
 from jaxpar.prediction.hardware import GPUS
-from jaxpar.tools.planning.compiling import has_plugin, target_config
-from tests.kernels.test_triton_lowering import GPU, TARGET, lowered, on
+from jaxpar.tools.planning.compiling import target_config
+from tests.kernels.test_triton_lowering import GPU, calls, lowered, needs_triton, on
+from tests.kernels.triton_sources import TARGET
 from tests.slow import slow
 
 #: Rows and columns of a group, groups, and elements to take of each.
@@ -80,7 +81,7 @@ def test_where_the_kernel_runs(kind, kernels):
     over = PartitionSpec("data")
     mapped = jax.shard_map(local, mesh=mesh, in_specs=over, out_specs=over, check_vma=True)
     with compiling_for(Platform("gpu", GPU["9.0"], kind)):
-        assert lowered(mesh, mapped, x).count(TARGET) == kernels
+        assert calls(lowered(mesh, mapped, x)) == kernels
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_refusals(capability, rows, columns, why):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not has_plugin(), reason="needs JAX's CUDA plugin")
+@needs_triton
 @pytest.mark.parametrize("kernel", [True, False])
 @pytest.mark.parametrize("name", ["a100", "h200", "b200"])
 def test_compiles(name, kernel, monkeypatch):

@@ -164,6 +164,7 @@ def script_of(name: str):
 @pytest.mark.parametrize(
     ("name", "page"),
     [
+        ("backend_table", "code.md"),
         ("code_map", "code.md"),
         ("families", "architectures.md"),
         ("network_table", "clusters.md"),

@@ -8,21 +8,22 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from jax._src.interpreters import mlir
-from jax._src.lib import mosaic_gpu_dialect, triton
+from jax._src.lib import mosaic_gpu_dialect
 from jaxlib.mlir import ir, passmanager
 
 #: What embeds the body of a kernel, or what it is compiled with, in the text of a program.
-KERNEL = re.compile(r'\b(module|ir|kernel_hash|backend_config) = "((?:[^"\\]|\\.){24,})"')
+KERNEL = re.compile(r'\b(module|source|kernel_hash|backend_config) = "((?:[^"\\]|\\.){24,})"')
 
 #: How MLIR writes bytes in a string.
 ESCAPE = re.compile(rb'\\([0-9A-F]{2}|[\\"nt])')
 MLIR = b"ML\xefR"  # how MLIR bytecode begins
+TRITON = re.compile(rb"@triton.jit\ndef (\w+)\(")
 NUMBERED = "mosaic_gpu.dump_basename"  # counts the kernels that the process has lowered
 NAMED = {b"n": b"\n", b"t": b"\t", b"\\": b"\\", b'"': b'"'}
 
 
 class Kernel(NamedTuple):
-    """The body of a kernel: MLIR bytecode, or what a library is asked for."""
+    """The body of a kernel: MLIR bytecode, Triton's source, or what a library is asked for."""
 
     name: str
     body: bytes
@@ -49,8 +50,9 @@ def without_bodies(text: str) -> str:
 
 
 def kernels_of(text: str) -> list[Kernel]:
-    """The different kernels of a program, in order: Triton's (`ir`), Mosaic's (`module`), and what
-    libraries are asked for (`backend_config`). `kernel_hash` is that of a body with its places."""
+    """The different kernels of a program, in order: Triton's (`source`), Mosaic's (`module`), and
+    what libraries are asked for (`backend_config`). `kernel_hash` is of a body with its places.
+    """
     found: dict[str, None] = {}
     for embedded in KERNEL.finditer(text):
         if embedded[1] != "kernel_hash":
@@ -63,7 +65,8 @@ def kernel_of(escaped: str) -> Kernel:
     """The kernel of an embedded string."""
     body = ESCAPE.sub(_byte, escaped.encode("utf-8", "surrogateescape"))
     if not body.startswith(MLIR):
-        return Kernel("config", body)
+        name = TRITON.search(body)
+        return Kernel(name[1].decode() if name else "config", body)
     with _context():
         module = ir.Module.parse(body)
         passmanager.PassManager.parse("builtin.module(strip-debuginfo)").run(module.operation)
@@ -79,7 +82,6 @@ def _context() -> ir.Context:
     context = mlir.make_ir_context()
     context.allow_unregistered_dialects = True
     mosaic_gpu_dialect.register_dialect(context)
-    triton.dialect.register_dialect(context)
     return context
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import jax
 import pytest
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
+from jaxpar.kernels.attention.triton.compiler import launch
 from tests.step import kernel_bodies, program_hashes, programs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,11 +93,11 @@ def body(lines: int, factor: float) -> kernel_bodies.Kernel:
     source = "\n" * lines + f"def kernel(x, y): y[...] = x[...] * {factor}"
     names: dict = {}
     exec(compile(source, "somewhere.py", "exec"), names)
-    shape = jax.ShapeDtypeStruct((128,), "float32")
+    x = jax.ShapeDtypeStruct((128,), "float32")
+    how = dict(programs=1, warps=4, stages=1, name="kernel", interpret=False)
     with program_hashes.for_h200():
-        triton_gpu = triton.CompilerParams(num_warps=4)
-        call = pl.pallas_call(names["kernel"], shape, compiler_params=triton_gpu, name="kernel")
-        lowered = jax.jit(call).trace(shape).lower(lowering_platforms=("cuda",))
+        call = jax.jit(lambda x: launch(names["kernel"], [x], [(x.shape, x.dtype)], **how))
+        lowered = call.trace(x).lower(lowering_platforms=("cuda",))
     (found,) = kernel_bodies.kernels_of(lowered.as_text())
     return found
 

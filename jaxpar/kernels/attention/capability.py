@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpar.kernels.attention.mask import AttentionMask
-from jaxpar.kernels.platform import Platform
+from jaxpar.kernels.platform import Platform, triton_missing
 
 type Direction = Literal["forward", "backward"]
 type Kind = Literal["causal", "window", "packed", "general"]
@@ -43,6 +43,7 @@ class Capability:
                          for both q and the output, counted in elements of q.
     last_resort          "auto" takes it only if no other kernel serves the request, or if it was
                          measured to be the fastest.
+    triton               It is compiled by Triton, a package.
     deterministic        When the backward is reproducible bit for bit: always, on request, or only
                          with one of DETERMINISM_FLAGS.
     """
@@ -60,6 +61,7 @@ class Capability:
     narrow_values_since: float | None
     narrow_packed: bool
     last_resort: bool
+    triton: bool
     deterministic: Literal["always", "on request", "by XLA flag"]
 
 
@@ -79,6 +81,7 @@ CAPABILITIES: dict[str, Capability] = {
         narrow_values_since=9.0,
         narrow_packed=False,
         last_resort=False,
+        triton=False,
         deterministic="by XLA flag",
     ),
     "pallas_hopper": Capability(
@@ -95,6 +98,7 @@ CAPABILITIES: dict[str, Capability] = {
         narrow_values_since=None,
         narrow_packed=False,
         last_resort=False,
+        triton=False,
         deterministic="on request",
     ),
     "triton": Capability(
@@ -111,6 +115,7 @@ CAPABILITIES: dict[str, Capability] = {
         narrow_values_since=None,
         narrow_packed=False,
         last_resort=True,
+        triton=True,
         deterministic="always",
     ),
     "reference": Capability(
@@ -127,6 +132,7 @@ CAPABILITIES: dict[str, Capability] = {
         narrow_values_since=0,
         narrow_packed=True,
         last_resort=True,
+        triton=False,
         deterministic="always",
     ),
 }
@@ -248,7 +254,7 @@ def _wrong_device(able: Capability, platform: Platform) -> str | None:
             f"it needs an NVIDIA GPU of compute capability {able.since} or later, and "
             f"{platform.kind} has {there or 'none'}"
         )
-    return None
+    return triton_missing(platform) if able.triton else None
 
 
 def _wrong_arrays(able: Capability, request: AttentionRequest) -> str | None:

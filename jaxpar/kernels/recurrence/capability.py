@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxpar.kernels.platform import Platform
+from jaxpar.kernels.platform import Platform, triton_missing
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class TritonLimits:
     """The requests that the Triton kernels support.
 
     compute_capability   The least NVIDIA compute capability.
+    not_for              The compute capabilities with this beginning are refused.
     dtypes               Dtypes of queries, keys and values.
     chunks               Tokens of a chunk.
     keys                 Widths K of keys.
@@ -38,14 +39,16 @@ class TritonLimits:
     """
 
     compute_capability: str
+    not_for: str
     dtypes: tuple[str, ...]
     chunks: tuple[int, ...]
     keys: tuple[int, ...]
     value_multiple: int
 
 
-#: Sizes whose tiles fit into registers and shared memory, by compiling them for Hopper.
-TRITON = TritonLimits("9.0", ("bfloat16",), (32, 64), (64, 128), 64)
+#: Sizes whose tiles fit into registers and shared memory, by compiling them for Hopper. For data-
+#: center Blackwell, Triton 3.6 and 3.9 stop in `recurrence_gradients`, at an assertion of theirs.
+TRITON = TritonLimits("9.0", "10.", ("bfloat16",), (32, 64), (64, 128), 64)
 
 #: Kinds of GPUs on which `scripts/measure/recurrence_table.py` found the kernels faster than the
 #: reference, forward and backward (docs/experiments.md).
@@ -62,6 +65,10 @@ def refusal(shape: Shape, platform: Platform | None = None) -> str | None:
     if here.name != "gpu" or float(here.compute_capability or 0) < float(least):
         there = here.compute_capability or f"platform {here.name}"
         return f"it needs compute capability {least} (Hopper) or later, not {there}"
+    if missing := triton_missing(here):
+        return missing
+    if here.compute_capability.startswith(TRITON.not_for):
+        return f"Triton stops at a kernel for compute capability {here.compute_capability}"
     if shape.dtype not in TRITON.dtypes:
         return f"it supports {' or '.join(TRITON.dtypes)}, not {shape.dtype}"
     for what, found, able in (("chunks", shape.C, TRITON.chunks), ("keys", shape.K, TRITON.keys)):

@@ -59,8 +59,8 @@ def read_numa(ids: Sequence[str], root: Path = numa.ROOT) -> NumaFacts:
 
 #: Packages whose versions are recorded, in addition to NVIDIA's; "-" if not installed.
 PACKAGES = tuple(
-    "jaxpar jax jaxlib jax-cuda12-plugin jax-cuda13-plugin flax optax orbax-checkpoint numpy "
-    "ml-dtypes tensorstore tokenizers pyarrow safetensors lm-eval".split()
+    "jaxpar jax jaxlib jax-cuda12-plugin jax-cuda13-plugin jax-triton triton flax optax "
+    "orbax-checkpoint numpy ml-dtypes tensorstore tokenizers pyarrow safetensors lm-eval".split()
 )
 
 #: Prefixes of environment variables that affect JAX, XLA, NCCL or CUDA.

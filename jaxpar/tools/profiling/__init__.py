@@ -14,6 +14,7 @@ Profiles are taken by `monitoring/profiler.py`.
 
 MAY_IMPORT = (
     "config",
+    "jax_private",
     "runtime",
     "prediction",
     "monitoring",

@@ -57,8 +57,10 @@ def _token_of(instruction: Instruction) -> str:
     if instruction.opcode == "fusion":
         return family(instruction.name.replace(".", "_").replace("-", "_"))
     target = instruction.attribute(r'custom_call_target="([^"]*)"')
-    if target.endswith("triton"):  # the kernel's own name, as Pallas gives it to Triton
+    if target.endswith("triton"):  # in profiles from before `jax_triton`
         return family(instruction.attribute(r'\bname = "(\w+)"'))
+    if target == "triton_kernel_call":  # in a scope with the kernel's name
+        return family(instruction.scope.rpartition("/")[0].rpartition("/")[2])
     return next((what for part, what in _TARGETS if part in target), target)
 
 

@@ -62,14 +62,13 @@ def test_a_library_call_may_launch_several_kernels():
 
 def test_a_triton_kernel_has_the_name_that_its_call_gives_it():
     call = """\
-  %pallas_call.5 = f32[2]{0} custom-call(%x), custom_call_target="__gpu$xla.gpu.triton", \
-metadata={op_name="jit(step)/jvp(mlp)/pallas_call"}, backend_config={grid_x = 2 : i32, \
-name = "quantize_both_ways", num_warps = 8 : i32}
+  %triton_kernel_call.5 = f32[2]{0} custom-call(%x), custom_call_target="triton_kernel_call", \
+metadata={op_name="jit(step)/jvp(mlp)/take_largest/triton_kernel_call"}
   ROOT %loop_add_fusion.4"""
     text = HLO.replace("  ROOT %loop_add_fusion.4", call)
-    kernels = [ProfiledKernel("quantize_both_ways", 0, 5, "Stream #1")]
+    kernels = [ProfiledKernel("take_largest", 0, 5, "Stream #1")]
     (done,) = attribute(KernelTrace("jit_step", {0: [kernels]}), hlo.parse(text)).devices[0]
-    assert done[0].scope == "jit(step)/jvp(mlp)/pallas_call"
+    assert done[0].scope == "jit(step)/jvp(mlp)/take_largest/triton_kernel_call"
 
 
 def test_what_is_not_in_the_schedule_stays_unknown():

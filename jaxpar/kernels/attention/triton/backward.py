@@ -115,7 +115,7 @@ def _key_kernel(s: TritonShape, last_first: bool, heads: int, *refs):
         lse2, delta = (
             spread(ref[b, h, rows(at, s.q)], scores.shape, 1) for ref in (r.lse2, r.delta)
         )
-        weights = exp2(scores, s.log2_scale, lse2, s.interpret)
+        weights = exp2(scores, s.log2_scale, lse2)
         d_out = load(s, r.d_out, b, at, s.q, h)
         # Triton waits for this product and all before it, so that of dv comes after it.
         d_scores = through_softcap(weights * (product(v, d_out) - delta), slope)
@@ -147,7 +147,7 @@ def _query_kernel(s: TritonShape, heads: int, *refs):
             of_keys = bounds_of_columns(s, r, b, at)
             visible = seen(s, of_queries, of_keys, first, at, queries=0)
             scores = jnp.where(visible, scores, -jnp.inf)
-        weights = exp2(scores, s.log2_scale, lse2, s.interpret)
+        weights = exp2(scores, s.log2_scale, lse2)
         d_weights = product(d_out, load(s, r.v, b, at, s.kv, g))
         d_scores = through_softcap(weights * (d_weights - delta), slope)
         return added(dq, d_scores.astype(s.dtype), k)

@@ -1,10 +1,10 @@
-"""The only file that calls Pallas' Triton backend, so that another compiler can replace it.
+"""What the Triton kernels are written with, and the only file that calls Triton.
 
-JAX deprecates this backend in favor of Mosaic GPU, and will remove it. In JAX 0.11, it is the only
-one whose matrix products compile for every NVIDIA GPU since Ampere.
+JAX deprecates Pallas' own Triton backend. So kernels are compiled by Triton's package, which
+`jax_triton` calls: their bodies are JAX, `source.py` writes them in Triton's language, and Pallas
+only interprets them.
 """
 
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
+
+from jaxpar.kernels.attention.hopper.mma import varying_as
+from jaxpar.kernels.attention.triton.source import assembly_p, compiled, source_of
+from jaxpar.kernels.platform import MISSING, Platform
 
 f32, i32 = jnp.float32, jnp.int32
 
@@ -33,21 +36,59 @@ def launch(
     Args:     results: shape and dtype of each. Their types vary over the mesh axes of the first
               operand's. warps: of each program. stages: of the pipeline of loads in loops.
     """
-    varying = jax.typeof(operands[0]).manual_axis_type
-    shapes = [jax.ShapeDtypeStruct(*result, manual_axis_type=varying) for result in results]
-    return pl.pallas_call(
-        kernel,
-        grid=(programs,),
-        out_shape=shapes,
-        compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
-        name=name,
-        interpret=interpret,
-    )(*operands)
+
+    def call(*operands):
+        varying = jax.typeof(operands[0]).manual_axis_type
+        shapes = [jax.ShapeDtypeStruct(*result, manual_axis_type=varying) for result in results]
+        return pl.pallas_call(
+            kernel, grid=(programs,), out_shape=shapes, name=name, interpret=True
+        )(*operands)
+
+    if interpret:
+        return call(*operands)
+    (traced,) = jax.make_jaxpr(call)(*map(_type_of, operands)).eqns
+    major, minor = Platform.here().compute_capability.split(".")
+    with jax.named_scope(name):  # by which profiles find it
+        made = called(
+            *operands,
+            kernel=(source_of(name, traced.params["jaxpr"]), name),
+            out_shape=[jax.ShapeDtypeStruct(*result) for result in results],
+            grid=(programs,),
+            name=name,
+            num_warps=warps,
+            num_stages=stages,
+            compute_capability=int(major) * 10 + int(minor),
+        )
+    return [varying_as(x, operands[0]) for x in made]
+
+
+def called(*operands: jax.Array, kernel: tuple[str, str], **how: Any) -> list[jax.Array]:
+    """Call a kernel, given by its source and name, by `jax_triton`."""
+    try:
+        import jax_triton
+    except ImportError as error:
+        raise ImportError(f"{kernel[1]}, a Triton kernel: {MISSING}") from error
+
+    return jax_triton.triton_call(*operands, kernel=compiled(*kernel), **how)
+
+
+def _type_of(x) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def program() -> jax.Array:
     """Return the index of this program, an int32 scalar."""
     return pl.program_id(0)
+
+
+def loop(first, end, body: Callable[[Any, Any], Any], carry: Any) -> Any:
+    """`lax.fori_loop`, as a loop whose loads Triton pipelines."""
+
+    def step(state):
+        i, end, carry = state
+        return i + 1, end, body(i, carry)
+
+    return lax.while_loop(lambda state: state[0] < state[1], step, (i32(first), i32(end), carry))[2]
 
 
 def rows(first, count: int):
@@ -64,24 +105,9 @@ def dot(a, b, tf32: bool = False) -> jax.Array:
     return lax.dot(a, b, precision=precision, preferred_element_type=f32)
 
 
-def exp2(x: jax.Array, scale: float, less: jax.Array, interpret: bool) -> jax.Array:
-    """Compute 2 ** (x * scale - less) in float32, by one fused multiply-add and one exponential.
-
-    These are instructions in assembly because XLA compiles Triton code without fusing a product and
-    a sum, and without the exponential of the special function unit alone.
-    """
-    if interpret:
-        return jnp.exp2(x * scale - less)
-    bits = struct.pack(">f", scale).hex()
-    (y,) = triton.elementwise_inline_asm(
-        "{ .reg .f32 a, b; neg.ftz.f32 b, $2; "
-        f"fma.rn.ftz.f32 a, $1, 0f{bits}, b; ex2.approx.ftz.f32 $0, a; }}",
-        args=[x, less],
-        constraints="=f,f,f",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, f32)],
-    )
-    return y
+def exp2(x: jax.Array, scale: float, less: jax.Array) -> jax.Array:
+    """Compute 2 ** (x * scale - less) in float32: Triton fuses the product and the difference."""
+    return jnp.exp2(x * scale - less)
 
 
 def in_registers(x: jax.Array, interpret: bool) -> jax.Array:
@@ -92,14 +118,7 @@ def in_registers(x: jax.Array, interpret: bool) -> jax.Array:
     """
     if interpret or x.dtype == f32:
         return x
-    (y,) = triton.elementwise_inline_asm(
-        "mov.b32 $0, $1;",
-        args=[x],
-        constraints="=r,r",
-        pack=2,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
-    )
-    return y
+    return assembly_p.bind(x, text="mov.b32 $0, $1;", constraints="=r,r", pack=2)
 
 
 def spread(vector: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:

@@ -105,8 +105,8 @@ def _kernel(s: TritonShape, overlap: bool, heads: int, *refs):
             visible = seen(s, of_queries, of_keys, first, at, queries=0)
             scores = jnp.where(visible, scores, -jnp.inf)
         higher = jnp.maximum(top, jnp.max(scores, axis=1) * s.log2_scale)
-        kept = exp2(top, 1.0, higher, s.interpret)
-        weights = exp2(scores, s.log2_scale, spread(higher, scores.shape, 0), s.interpret)
+        kept = exp2(top, 1.0, higher)
+        weights = exp2(scores, s.log2_scale, spread(higher, scores.shape, 0))
         total = total * kept + jnp.sum(weights, axis=1)
         weights = weights.astype(s.dtype)
         if overlap:

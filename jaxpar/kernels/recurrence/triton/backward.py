@@ -33,13 +33,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxpar.kernels.attention.triton.compiler import (
     div,
     f32,
-    i32,
     launch,
+    loop,
     mod,
     program,
     rows,
@@ -104,7 +103,7 @@ def _states_kernel(s: RecurrenceShape, *refs):
         return at.of_chunk * d_state + d_before
 
     last = r.d_last[b, h, s.all_keys, columns]
-    r.d_first[b, h, s.all_keys, columns] = lax.fori_loop(0, s.N, one, last)
+    r.d_first[b, h, s.all_keys, columns] = loop(0, s.N, one, last)
 
 
 def gradients(
@@ -160,7 +159,7 @@ def _gradients_kernel(s: RecurrenceShape, parts: int, *refs):
         return carry[0] + dq, carry[1] + dk
 
     zeros = jnp.zeros((s.C, s.K // parts), f32)
-    dq, dk = lax.fori_loop(i32(0), i32(s.group), add_head, (zeros, zeros))
+    dq, dk = loop(0, s.group, add_head, (zeros, zeros))
     r.dq[b, here, g, columns] = dq.astype(s.dtype)
     r.dk[b, here, g, columns] = dk.astype(s.dtype)
 
@@ -193,7 +192,7 @@ def _through_states(s: RecurrenceShape, r: Refs, where, columns, count: int) -> 
     start = _Sums(wide, wide, wide if s.delta else None)
     if s.blocks == 1:  # so that the loop over heads is the one whose loads Triton starts early
         return add_block(0, start)
-    return lax.fori_loop(i32(0), i32(s.blocks), add_block, start)
+    return loop(0, s.blocks, add_block, start)
 
 
 def _of_head(s: RecurrenceShape, r: Refs, where, part, q, k, by_states: _Sums):

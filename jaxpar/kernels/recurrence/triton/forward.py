@@ -8,9 +8,8 @@ import functools
 from types import SimpleNamespace as Refs
 
 import jax
-from jax import lax
 
-from jaxpar.kernels.attention.triton.compiler import div, f32, launch, mod, program, rows
+from jaxpar.kernels.attention.triton.compiler import div, f32, launch, loop, mod, program, rows
 from jaxpar.kernels.recurrence.triton.shape import (
     ChunkDecays,
     RecurrenceShape,
@@ -66,7 +65,7 @@ def _states_kernel(s: RecurrenceShape, *refs):
         return at.of_chunk * state + product(s, k.T, scaled(at.until_end, written))
 
     first = r.state[b, h, s.all_keys, columns]
-    r.last[b, h, s.all_keys, columns] = lax.fori_loop(0, s.N, one, first)
+    r.last[b, h, s.all_keys, columns] = loop(0, s.N, one, first)
 
 
 # Inside a jit of its own: a rematerialized backward would run a bare pallas_call again, though

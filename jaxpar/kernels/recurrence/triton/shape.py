@@ -4,7 +4,6 @@ Decays are computed where they are needed, from the sums of a chunk's tokens (`c
 numbers per token and head are read instead of a matrix [C, C] per head.
 """
 
-import math
 from dataclasses import dataclass
 from types import SimpleNamespace as Refs
 from typing import Any
@@ -12,9 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jaxpar.kernels.attention.triton.compiler import dot, exp2, f32, iota, rows, spread
-
-LOG2_E = math.log2(math.e)
+from jaxpar.kernels.attention.triton.compiler import dot, f32, iota, rows, spread
 
 
 @dataclass(frozen=True)
@@ -66,9 +63,8 @@ class ChunkDecays:
         self.document = r.document[b, here]
         ends, ends_in = (r.coarse[b, h, last], r.fine[b, h, last]), r.document[b, last]
         total, until = (x[0] + x[1] for x in (self.sums, self._less(ends, self.sums)))
-        self.interpret = s.interpret
-        self.since_start = jnp.where(self.document == 0, self._exp(total), 0.0)
-        self.until_end = jnp.where(self.document == ends_in, self._exp(until), 0.0)
+        self.since_start = jnp.where(self.document == 0, jnp.exp(total), 0.0)
+        self.until_end = jnp.where(self.document == ends_in, jnp.exp(until), 0.0)
         self.is_last = lax.iota(jnp.int32, s.C) == s.C - 1
         self.of_chunk = jnp.where(ends_in == 0, jnp.exp(ends[0] + ends[1]), 0.0)
 
@@ -80,10 +76,7 @@ class ChunkDecays:
         pairs = self._less([rows_of(x) for x in self.sums], [columns_of(x) for x in self.sums])
         same_document = rows_of(self.document) == columns_of(self.document)
         same_document &= iota(shape, 0) >= iota(shape, 1)
-        return jnp.where(same_document, self._exp(pairs[0] + pairs[1]), 0.0)
-
-    def _exp(self, x):
-        return exp2(x, LOG2_E, jnp.zeros_like(x), self.interpret)
+        return jnp.where(same_document, jnp.exp(pairs[0] + pairs[1]), 0.0)
 
     @staticmethod
     def _less(a, b):

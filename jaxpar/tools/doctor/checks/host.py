@@ -129,7 +129,7 @@ CLOCK_SKEW = 1.0
 
 #: Packages that must have the same version in every process. Otherwise their compiled programs
 #: may differ and deadlock.
-SAME_CODE = ("jaxpar", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin")
+SAME_CODE = ("jaxpar", "jax", "jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "triton")
 
 
 def driver(facts: HostFacts) -> Finding:

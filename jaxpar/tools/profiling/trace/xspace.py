@@ -16,6 +16,7 @@ from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
 
+from jaxpar.jax_private.table import HLO
 from jaxpar.runtime.files import gzipped
 
 _MESSAGES = {
@@ -58,15 +59,14 @@ class TracedProgram:
     buffers: Any
 
     def hlo_text(self) -> str:
-        """Return the HLO text; "" if this jaxlib does not support it (the API is private)."""
+        """Return the HLO text; "" if the trace has no program, or this jaxlib cannot write it."""
         if not self.hlo_module:
             return ""
         try:
-            from jaxlib import _hlo  # type: ignore[attr-defined]
-
-            return _hlo.HloModule.from_serialized_hlo_module_proto(self.hlo_module).to_string()
-        except (ImportError, AttributeError):
+            module = HLO.load().HloModule
+        except ImportError:
             return ""
+        return module.from_serialized_hlo_module_proto(self.hlo_module).to_string()
 
 
 def read_bytes(path: str | Path) -> bytes:
