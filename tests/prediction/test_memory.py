@@ -130,7 +130,7 @@ def test_a_policy_that_saves_less_needs_less():
 
 
 def test_older_gpus_keep_logits_beside_their_exponentials():
-    """72.0 GiB in place of 64.5 were measured without the kernel (experiments/elementwise.md)."""
+    """72.0 GiB in place of 64.5 were measured without the kernel (docs/experiments.md)."""
     fields = {
         "compute.logits_dtype": "compute",
         "parallel.remat": "none",
