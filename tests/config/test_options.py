@@ -136,7 +136,7 @@ def test_a_config_and_options_in_any_order():
         ("quikstart", "use quickstart"),
         ("quickstart llama3_8b", "see --help"),
         ("quickstart train.seed=3", "use --train.seed 3"),
-        ("--count 2", "use one of"),
+        ("--count 2", "use a config such as quickstart"),
     ],
 )
 def test_a_wrong_config_is_refused_when_it_is_read(argv, fix):
