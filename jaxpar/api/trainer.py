@@ -1,6 +1,7 @@
 """Trains a config from Python: step by step, or by the training loop with callbacks."""
 
 import contextlib
+import shlex
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,12 +14,13 @@ from jax.sharding import Mesh
 from jaxpar.api.arguments import Fits, check_generation, require_type
 from jaxpar.checkpoint.saved import checkpoint_folder, saved_steps, starting_step
 from jaxpar.checkpoint.saving import Checkpointer
-from jaxpar.config import Config, ConfigError, replace
+from jaxpar.config import Config, ConfigError, config_file, replace
+from jaxpar.config.code import with_code
 from jaxpar.config.lists.datasets import HELD_OUT
 from jaxpar.config.resolve import fill_batch
 from jaxpar.config.rules.paths import with_paths
 from jaxpar.config.validate import check, resolve
-from jaxpar.config.values import SavedValue, class_name
+from jaxpar.config.values import SavedValue, class_name, require_code, to_values
 from jaxpar.convert.hf import chat_format
 from jaxpar.convert.hf.tokenizer import begin_of_prompts, tokenizer_of_run
 from jaxpar.inference.generation import config_for_sampling, weights_for_sampling
@@ -238,6 +240,34 @@ class Trainer:
         weights = weights_for_sampling(params, small, mesh)
         chat = chat_format.of_run(folder, cfg, tokenizer)
         return LoadedModel(small, mesh, weights, tokenizer, begin, int(state.step), chat)
+
+    def launch_command(self, nodes: int = 1, code: Sequence[str] = ()) -> str:
+        """Return the command that continues the run in `run.dir`, with this config, elsewhere.
+
+        All hosts must see the folder at this path. The mesh may be another: options of
+        `jaxpar.train` may follow, and an axis `parallel.data` of 0 takes all devices.
+
+        Args:     nodes: 1: one process, for all GPUs of a host. More: under Slurm, with a process
+                  on each node. code: files of your own classes.
+        Raises:   ConfigError if the folder has no config yet, or another one, or names a class
+                  that none of the files has, such as one of a notebook.
+        """
+        fix = "launch_command(nodes=2)"
+        require_type("nodes", nodes, int, "a number of nodes", fix)
+        if nodes < 1:
+            raise ConfigError("nodes", nodes, "must be at least 1", fix)
+        folder, fix = str(Path(self._run.dir).absolute()), "save() a state first, or train()"
+        if not Path(folder, "config.json").is_file():
+            raise ConfigError("run.dir", folder, "has no config.json", fix)
+        read = with_code(config_file.load_config(folder), code)
+        require_code(read)
+        check(read)
+        asked = replace(self._asked, **{"run.dir": folder})
+        if to_values(fill_batch(read)) != to_values(asked):
+            raise ConfigError("run.dir", folder, "has another config", fix)
+        words = ["python", "-m", "jaxpar.train", folder, *(f"--code={file}" for file in code)]
+        slurm = ["srun", f"--nodes={nodes}", "--ntasks-per-node=1"] if nodes > 1 else []
+        return shlex.join([*slurm, *words])
 
     def train(self, *callbacks: Callback) -> bool:
         """Train to the last step by the training loop, as `python -m jaxpar.train` does.

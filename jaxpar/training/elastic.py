@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 #: The field that adapts to the number of devices when a run resumes.
 MICROBATCHES = "parallel.num_microbatches"
 
+#: The field that is 1 on devices that share no weights.
+ZERO = "parallel.zero"
+
 #: Axes that split the rows of a batch, and axes that split each row.
 ROWS, CUTS = ("replica", "data", "expert"), ("sequence", "tensor")
 
@@ -174,6 +177,7 @@ def asked_before(saved: Saved) -> int:
 
 
 def changed_by_layout(asked: Config, used: Config) -> dict[str, Any]:
-    """Return the fields that the command set, and that the run changed; for the checkpoint."""
-    value = asked.parallel.num_microbatches
-    return {} if value == used.parallel.num_microbatches else {MICROBATCHES: value}
+    """Return the fields that the command set, and that the run changed for its devices; for the
+    checkpoint and for starts from the run's folder, perhaps on other devices."""
+    pairs = {path: (value_of(asked, path), value_of(used, path)) for path in (MICROBATCHES, ZERO)}
+    return {path: value for path, (value, other) in pairs.items() if value != other}

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import os
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -316,3 +317,32 @@ def test_a_step_returns_the_routing_that_a_run_records(trainer_of):
     (record,) = jaxpar.read_metrics(trainer.cfg.run.dir)[:1]
     assert float(metrics["loss"]) == record["loss"]
     assert (Path(trainer.cfg.run.dir) / "routing").is_dir()
+
+
+def test_the_command_of_a_launch(config_file, only_devices, tmp_path):
+    fields = {"model.num_layers": 1, "evaluation.every": 0, "run.dir": str(tmp_path / "a run")}
+    with only_devices(1):
+        trainer = Trainer(jaxpar.load_config(config_file, fields))
+        with pytest.raises(jaxpar.ConfigError, match=r"no config\.json\. Fix: save\("):
+            trainer.launch_command()
+        trainer.save(trainer.init())
+        *words, folder = shlex.split(trainer.launch_command(nodes=2))
+        assert words == "srun --nodes=2 --ntasks-per-node=1 python -m jaxpar.train".split()
+        # One device has no use for ZeRO-3; others do.
+        assert trainer.cfg.parallel.zero == 1 and jaxpar.load_config(folder).parallel.zero == 3
+        other = Trainer(jaxpar.load_config(config_file, fields | {"train.seed": 1}))
+        with pytest.raises(jaxpar.ConfigError, match="has another config"):
+            other.launch_command()
+        with pytest.raises(jaxpar.ConfigError, match="nodes = 0: must be at least 1"):
+            trainer.launch_command(nodes=0)
+
+
+def test_the_command_of_a_launch_names_own_code(config_file, only_devices, tmp_path):
+    fields = {"model.num_layers": 1, "evaluation.every": 0, "run.dir": str(tmp_path / "run")}
+    with only_devices(1):
+        cfg = jaxpar.load_config(config_file, fields | {"train.callbacks": (Prepares(),)})
+        trainer = Trainer(cfg)
+        trainer.save(trainer.init())
+        with pytest.raises(jaxpar.ConfigError, match="--code"):
+            trainer.launch_command()
+        assert f"--code={__name__}" in trainer.launch_command(code=[__name__])
