@@ -40,6 +40,10 @@ UNSAFE_CALLS = {
 }
 
 
+#: Code that this process has written itself: kernels, for Triton's compiler. No file is read.
+WRITTEN = "jaxpar/kernels/attention/triton/source.py", "exec(compile(source, file, 'exec'), there)"
+
+
 def unsafe(source: str) -> Iterator[tuple[int, str]]:
     """Line and text of whatever could run code that a file holds."""
     for node in nodes_of(source):
@@ -62,6 +66,7 @@ def test_the_package_reads_no_pickle():
         f"{file.relative_to(ROOT)}:{line}: {text}"
         for file in package_files()
         for line, text in unsafe(file.read_text("utf-8"))
+        if (file.relative_to(ROOT).as_posix(), text) != WRITTEN
     ]
     assert found == []
 
