@@ -152,12 +152,13 @@ def _is_good(tried: _Tried, report: _Report, fix: str, reports: Sequence[_Report
 
 
 def same_rule(one: ConfigError, other: ConfigError) -> bool:
-    """Return whether two errors are of one rule, perhaps with other numbers."""
+    """Return whether two errors are of one rule, perhaps with other numbers, or a product of other
+    sizes of the mesh."""
     return one.field == other.field and _words(one.rule) == _words(other.rule)
 
 
 def _words(rule: str) -> str:
-    return re.sub(r"\d+", "0", rule)
+    return re.sub(r"parallel\.\w+( \* parallel\.\w+)* = 0", "0", re.sub(r"\d+", "0", rule))
 
 
 def fixes_of(error: ConfigError) -> list[str]:

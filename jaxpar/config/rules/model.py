@@ -31,6 +31,9 @@ def float8_matmuls(cfg: Config) -> None:
 
 BACKEND = "compute.attention_backend"
 
+#: The shortest sequences that a fix proposes.
+SHORTEST = 64
+
 #: Head dims of the attention backends that do not support every size.
 _HEAD_DIMS: dict[str, tuple[Sequence[int], str]] = {
     "cudnn": (range(8, 257, 8), "a multiple of 8 up to 256"),
@@ -65,7 +68,9 @@ def of_stream(cfg: Config) -> None:
     require(m.norm.kind == "rms" or not m.norm.offset, cfg, path, rule, *ways)
     path = "model.max_positions"
     rule = f"must be at least data.seq_len = {cfg.data.seq_len}: each position has a row"
-    ways = flag(path, cfg.data.seq_len), flag("data.seq_len", m.max_positions or 1)
+    ways = [flag(path, cfg.data.seq_len)]
+    if m.max_positions >= SHORTEST:
+        ways.append(flag("data.seq_len", m.max_positions))
     ok = not m.max_positions or m.max_positions >= cfg.data.seq_len
     require(ok, cfg, path, rule, *ways)
 
