@@ -68,11 +68,9 @@ def of_stream(cfg: Config) -> None:
     require(m.norm.kind == "rms" or not m.norm.offset, cfg, path, rule, *ways)
     path = "model.max_positions"
     rule = f"must be at least data.seq_len = {cfg.data.seq_len}: each position has a row"
-    ways = [flag(path, cfg.data.seq_len)]
-    if m.max_positions >= SHORTEST:
-        ways.append(flag("data.seq_len", m.max_positions))
+    shorter = [flag("data.seq_len", m.max_positions)] if m.max_positions >= SHORTEST else []
     ok = not m.max_positions or m.max_positions >= cfg.data.seq_len
-    require(ok, cfg, path, rule, *ways)
+    require(ok, cfg, path, rule, flag(path, cfg.data.seq_len), *shorter)
 
 
 def mup(cfg: Config) -> None:
