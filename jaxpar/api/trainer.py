@@ -18,7 +18,7 @@ from jaxpar.config import Config, ConfigError, config_file, replace
 from jaxpar.config.code import with_code
 from jaxpar.config.lists.datasets import HELD_OUT
 from jaxpar.config.resolve import fill_batch
-from jaxpar.config.rules.paths import with_paths
+from jaxpar.config.rules.paths import absolute, with_paths
 from jaxpar.config.validate import check, resolve
 from jaxpar.config.values import SavedValue, class_name, require_code, to_values
 from jaxpar.convert.hf import chat_format
@@ -256,7 +256,7 @@ class Trainer:
         require_type("nodes", nodes, int, "a number of nodes", fix)
         if nodes < 1:
             raise ConfigError("nodes", nodes, "must be at least 1", fix)
-        folder, fix = str(Path(self._run.dir).absolute()), "save() a state first, or train()"
+        folder, fix = str(absolute(self._run.dir)), "save() a state first, or train()"
         if not Path(folder, "config.json").is_file():
             raise ConfigError("run.dir", folder, "has no config.json", fix)
         read = with_code(config_file.load_config(folder), code)
