@@ -244,8 +244,8 @@ class Trainer:
     def launch_command(self, nodes: int = 1, code: Sequence[str] = ()) -> str:
         """Return the command that continues the run in `run.dir`, with this config, elsewhere.
 
-        All hosts must see the folder at this path. The mesh may be another: options of
-        `jaxpar.train` may follow, and an axis `parallel.data` of 0 takes all devices.
+        All hosts must see the folder at this path. The data axis takes the devices that are there;
+        options of `jaxpar.train` may follow, such as other axes.
 
         Args:     nodes: 1: one process, for all GPUs of a host. More: under Slurm, with a process
                   on each node. code: files of your own classes.

@@ -223,7 +223,7 @@ def _placed(cfg: Config, tensor: int, folder: str) -> tuple[Config, Mesh]:
 
 
 def _divides(cfg: Config, tensor: int) -> bool:
-    """Return whether the model can be placed on so many devices."""
+    """Return whether the model can be placed on this many devices."""
     with contextlib.suppress(ConfigError):
         resolve(config_for_sampling(cfg, tensor), tensor)
         return True

@@ -14,9 +14,9 @@ sys.path.insert(0, str(ROOT))
 from jaxpar.kernels import recurrence, take_largest  # noqa: E402
 from jaxpar.kernels.attention import capability  # noqa: E402
 from jaxpar.kernels.platform import Platform, compiling_for  # noqa: E402
+from scripts.docs.generated_table import run  # noqa: E402
 
-PAGE = ROOT / "docs" / "code.md"
-BEGIN, END = "<!-- backend table -->\n", "<!-- /backend table -->"
+PAGE, MARK = "code.md", "backend table"
 
 GPUS = {"A100": "8.0", "L4, RTX 40": "8.9", "H100, H200": "9.0", "B200": "10.0", "RTX 50": "12.0"}
 
@@ -64,16 +64,5 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Print the table or write it to the page."""
-    if sys.argv[1:] not in ([], ["--write"]):
-        sys.exit(__doc__)
-    if not sys.argv[1:]:
-        print(table(), end="")
-        return
-    before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
-    PAGE.write_text(before + BEGIN + table() + END + rest.partition(END)[2], "utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, PAGE, MARK, table)

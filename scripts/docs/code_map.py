@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "code.md"
+sys.path.insert(0, str(ROOT))
+
+from scripts.docs.generated_table import run  # noqa: E402
+
 PACKAGE = ROOT / "jaxpar"
 
-BEGIN, END = "<!-- packages -->\n", "<!-- /packages -->"
+PAGE, MARK = "code.md", "packages"
 
 
 def sentence(folder: Path) -> str:
@@ -60,8 +63,4 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    if "--write" in sys.argv:
-        before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
-        PAGE.write_text(before + BEGIN + table() + END + rest.partition(END)[2], "utf-8")
-    else:
-        print(table(), end="")
+    run(__doc__, PAGE, MARK, table)

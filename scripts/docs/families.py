@@ -7,7 +7,6 @@ parameters, the names of tiny models (tests/convert/tiny_models.py). To add a fa
 ROWS, and a tiny model.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -16,11 +15,11 @@ sys.path.insert(0, str(ROOT))  # the tests, for their parameters
 
 from jaxpar.config.config_file import known_configs  # noqa: E402
 from jaxpar.convert.hf.families import FAMILIES  # noqa: E402
+from scripts.docs.generated_table import run  # noqa: E402
 from tests.convert import test_goldens, tiny_models  # noqa: E402
 from tests.meshes import test_families  # noqa: E402
 
-PAGE = ROOT / "docs" / "architectures.md"
-BEGIN, END = "<!-- families -->\n", "<!-- /families -->"
+PAGE, MARK = "architectures.md", "families"
 GOLDENS = ROOT / "tests" / "convert" / "goldens"
 
 #: By `model_type`: the models, the configs of jaxpar with their shape, and what they have beyond a
@@ -243,16 +242,5 @@ def table() -> str:
     return "\n".join([*lines, "", *tests, ""])
 
 
-def main() -> None:
-    """Print the tables, or write them to the page."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--write", action="store_true", help=f"write docs/{PAGE.name}")
-    if not parser.parse_args().write:
-        print(table(), end="")
-        return
-    before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
-    PAGE.write_text(before + BEGIN + table() + END + rest.partition(END)[2], "utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, PAGE, MARK, table)

@@ -11,9 +11,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from jaxpar.runtime.processes.networks.variables import VARIABLES, NetworkVariable  # noqa: E402
+from scripts.docs.generated_table import run  # noqa: E402
 
-PAGE = ROOT / "docs" / "clusters.md"
-BEGIN, END = "<!-- network table -->\n", "<!-- /network table -->"
+PAGE, MARK = "clusters.md", "network table"
 
 
 def where(row: NetworkVariable) -> str:
@@ -41,16 +41,5 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Print the table or write it to the page."""
-    if sys.argv[1:] not in ([], ["--write"]):
-        sys.exit(__doc__)
-    if not sys.argv[1:]:
-        print(table(), end="")
-        return
-    before, _, rest = PAGE.read_text("utf-8").partition(BEGIN)
-    PAGE.write_text(before + BEGIN + table() + END + rest.partition(END)[2], "utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, PAGE, MARK, table)

@@ -16,8 +16,8 @@ pytest.importorskip("nbclient")
 FOLDER = ROOT / "docs" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
-#: The most that the folder may weigh, pictures included.
-MAX_BYTES = 130_000  # a notebook, on average
+#: The largest mean size of a notebook, pictures included.
+MAX_BYTES = 130_000
 
 #: Where some machine keeps its things.
 MACHINE_PATH = re.compile(HOME_PATH.pattern + r"|(?<![\w.~*}$/-])/(?:tmp|usr|opt|var|mnt)/[\w.~-]")

@@ -118,12 +118,25 @@ import sys, time
 from jaxpar.config import ConfigError
 from jaxpar.runtime import program, stages, terminal
 
+drawn, draw = [], stages.Stage.drawn
+
+def record(self, width):
+    found = draw(self, width)
+    drawn.append(found and (self._bar or (self.what,))[-1])
+    return found
+
+def until_drawn(text):  # and once more: the line before is then on the screen
+    while terminal.screen() and drawn.count(text) < 2:
+        time.sleep(0.05)
+
+stages.Stage.drawn = record
+
 def main(_):
     with stages.stage("starting") as now:
-        time.sleep(1.2)
+        until_drawn("starting")
         now.enter("step 1", ordinary=True)
         stages.count(1, 4, "step 1/4   loss 2.5")
-        time.sleep(1.2)
+        until_drawn("step 1/4   loss 2.5")
         print("a line")
         terminal.warn("of something")
     print("rich" in sys.modules)
@@ -153,7 +166,8 @@ def test_a_terminal_has_a_live_line_in_color_and_a_dumb_one_or_a_pipe_does_not()
     colored = on_a_terminal(TERM="xterm-256color", NO_COLOR="")
     plain = on_a_terminal(TERM="xterm-256color", NO_COLOR="1")
     for text in (colored, plain):
-        assert "starting   1 s" in text and "step 1/4   loss 2.5" in text and "━" in text
+        assert re.search(r"starting   \d+ s", text) and "━" in text
+        assert "step 1/4   loss 2.5" in text
         assert "a line\r\n" in text and r"\x1b[2J" in text  # a stranger's, not obeyed
         assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is back
     assert "\x1b[1;33mWARNING\x1b[0m" in colored and "\x1b[1;31mconfig error:\x1b[0m" in colored

@@ -87,7 +87,7 @@ class _Table(NamedTuple):
     sizes: Callable[[str], Iterator[tuple[int, int]]]
     """Rows of each group, and values of a column there."""
     columns: Callable[[int, str, int], Iterator[Any]]
-    """Column of a group, by so many rows: arrays of lists."""
+    """Column of a group, in batches of at most this many rows: arrays of lists."""
 
 
 def _open_table(pyarrow: Any, file: BinaryIO, path: Path) -> _Table:
